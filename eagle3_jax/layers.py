@@ -1,0 +1,82 @@
+"""The few layers that target and draft share: weights with named axes, RMS norm, rotary positions."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+
+class Kernel(nnx.Module):
+    """A weight whose axes are named; `fan_in` letters are the ones that a matmul with it sums over."""
+
+    def __init__(self, axes: str, fan_in: str, sizes: dict[str, int], *, rngs: nnx.Rngs):
+        names = axes.split()
+        init = nnx.initializers.variance_scaling(
+            1.0, "fan_in", "truncated_normal",
+            in_axis=[i for i, a in enumerate(names) if a in fan_in.split()],
+            out_axis=[i for i, a in enumerate(names) if a not in fan_in.split()],
+        )  # fmt: skip
+        self.kernel = nnx.Param(init(rngs.params(), tuple(sizes[a] for a in names)), axes=axes)
+
+    def __call__(self, einsum: str, x: jax.Array, **kwargs) -> jax.Array:
+        return jnp.einsum(einsum, x, self.kernel[...].astype(x.dtype), **kwargs)
+
+
+class RMSNorm(nnx.Module):
+    """x / rms(x) * scale over the last axis; statistics in float32, result in x's dtype (as Hugging Face)."""
+
+    def __init__(self, axes: str, eps: float, sizes: dict[str, int]):
+        self.scale = nnx.Param(jnp.ones([sizes[a] for a in axes.split()], jnp.float32), axes=axes)
+        self.eps = eps
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        wide = x.astype(jnp.float32)
+        wide = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.eps)
+        scale = jnp.broadcast_to(self.scale[...].astype(x.dtype), x.shape)
+        return wide.astype(x.dtype) * scale
+
+
+def rope_frequencies(head_dim: int, theta: float, scaling: dict | None) -> tuple[np.ndarray, float]:
+    """Inverse frequencies [head_dim / 2] and the factor on cos and sin, as Hugging Face's `rope_type`s.
+
+    `default`, `linear`, `llama3` (Meta's Llama 3.1) and `yarn` (Peng et al. 2023) are known.
+    """
+    freq = theta ** -(np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
+    kind = (scaling or {}).get("rope_type", "default")
+    if kind == "default":
+        return freq.astype(np.float32), 1.0
+    factor = scaling["factor"]
+    if kind == "linear":
+        return (freq / factor).astype(np.float32), 1.0
+    original = scaling["original_max_position_embeddings"]
+    if kind == "llama3":
+        low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+        turns = original * freq / (2 * math.pi)
+        blend = np.clip((turns - low) / (high - low), 0, 1)
+        return (freq * (blend + (1 - blend) / factor)).astype(np.float32), 1.0
+    if kind == "yarn":
+        fast, slow = scaling.get("beta_fast", 32), scaling.get("beta_slow", 1)
+        low, high = (
+            head_dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta)) for turns in (fast, slow)
+        )
+        low, high = max(math.floor(low), 0), min(math.ceil(high), head_dim - 1)
+        ramp = np.clip((np.arange(head_dim // 2) - low) / max(high - low, 1e-3), 0, 1)
+        attention = scaling.get("attention_factor") or 0.1 * math.log(factor) + 1
+        return (freq * (1 - ramp) + freq / factor * ramp).astype(np.float32), float(attention)
+    raise ValueError(f"rope_type {kind!r} is not one of default, linear, llama3, yarn")
+
+
+def rope(x_BTNH: jax.Array, position_BT: jax.Array, frequencies: np.ndarray, factor: float = 1.0) -> jax.Array:
+    """Rotate the two halves of the head axis (half-split, as Llama's Hugging Face port) by position."""
+    angle_BTH = position_BT[..., None].astype(jnp.float32) * frequencies.reshape((1,) * position_BT.ndim + (-1,))
+    cos, sin = (jnp.expand_dims(f(angle_BTH) * factor, -2).astype(x_BTNH.dtype) for f in (jnp.cos, jnp.sin))
+    a, b = jnp.split(x_BTNH, 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+
+
+def axes_of(module: nnx.Module) -> dict:
+    """The tree of axis strings beside `nnx.to_pure_dict` of a module's (abstract) state."""
+    state = nnx.state(module)
+    return nnx.to_pure_dict(jax.tree.map(lambda v: v.axes, state, is_leaf=lambda v: isinstance(v, nnx.Variable)))

@@ -1,0 +1,95 @@
+"""What a target looks like, read from its Hugging Face `config.json`."""
+
+import json
+from pathlib import Path
+
+import pydantic
+
+from eagle3_jax.errors import ConfigError
+
+FAMILIES = ("llama", "qwen3")  # what target/model.py computes; other targets train from stored features
+
+
+class TargetShape(pydantic.BaseModel):
+    """Sizes under Hugging Face's names. `rope_scaling` is None or a dict with `rope_type`."""
+
+    model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
+
+    model_type: str
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    max_position_embeddings: int
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10_000.0
+    rope_scaling: dict | None = None
+    tie_word_embeddings: bool = False
+
+    @property
+    def default_aux_layers(self) -> tuple[int, int, int]:
+        """The three layer outputs that every engine captures unless told otherwise."""
+        layers = self.num_hidden_layers
+        if layers < 7:
+            raise ConfigError(
+                f"target has {layers} layers: the default aux layers [1, L//2-1, L-4] need at least 7; "
+                "set target.aux_layers"
+            )
+        return 1, layers // 2 - 1, layers - 4
+
+
+def check_aux_layers(ids: tuple[int, ...], layers: int) -> None:
+    """Refuse ids that are not strictly ascending or outside 0 .. L-2 (engines never capture the last output)."""
+    if not ids or any(a >= b for a, b in zip(ids, ids[1:], strict=False)) or ids[0] < 0 or ids[-1] > layers - 2:
+        raise ConfigError(
+            f"target.aux_layers={list(ids)} must be strictly ascending layer outputs within 0 .. {layers - 2} "
+            f"(the target has {layers} layers)"
+        )
+
+
+def from_hf(config: dict, where: str) -> TargetShape:
+    """TargetShape of a Hugging Face config, in the spelling of transformers 4 or 5."""
+    text = config.get("text_config", config)
+    needed = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+    missing = [k for k in needed if k not in text]
+    if missing:
+        raise ConfigError(f"{where}: no {missing[0]!r}; a decoder's config.json is wanted")
+    rope = text.get("rope_parameters") or {}
+    scaling = text.get("rope_scaling") or rope or None
+    theta = rope.get("rope_theta", text.get("rope_theta", 10_000.0))
+    if scaling:
+        kind = scaling.get("rope_type", scaling.get("type", "default"))
+        scaling = {k: v for k, v in scaling.items() if k not in ("type", "rope_theta")} | {"rope_type": kind}
+        if kind == "default":
+            scaling = None
+    heads = text["num_attention_heads"]
+    return TargetShape(
+        model_type=text.get("model_type", "unknown"),
+        hidden_size=text["hidden_size"],
+        intermediate_size=text["intermediate_size"],
+        num_hidden_layers=text["num_hidden_layers"],
+        num_attention_heads=heads,
+        num_key_value_heads=text.get("num_key_value_heads") or heads,
+        head_dim=text.get("head_dim") or text["hidden_size"] // heads,
+        vocab_size=text["vocab_size"],
+        max_position_embeddings=text.get("max_position_embeddings", 2048),
+        rms_norm_eps=text.get("rms_norm_eps", 1e-6),
+        rope_theta=theta,
+        rope_scaling=scaling,
+        tie_word_embeddings=config.get("tie_word_embeddings", text.get("tie_word_embeddings", False)),
+    )
+
+
+def read(directory: str | Path) -> TargetShape:
+    """TargetShape of a model directory."""
+    path = Path(directory) / "config.json"
+    if not path.is_file():
+        raise ConfigError(f"{path}: not found; a Hugging Face model directory is wanted")
+    try:
+        config = json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{path}: not JSON ({error})") from None
+    return from_hf(config, str(path))
