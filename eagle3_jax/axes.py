@@ -27,7 +27,9 @@ def make_mesh(data: int = 1, model: int = 1) -> Mesh:
     wanted, there = data * model, jax.device_count()
     if wanted > there:
         raise ConfigError(f"mesh.data={data} x mesh.model={model} wants {wanted} devices, {there} found")
-    return jax.make_mesh((data, model), MESH_AXES, axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:wanted])
+    return jax.make_mesh(
+        (data, model), MESH_AXES, axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:wanted]
+    )
 
 
 def spec(mesh: Mesh, axes: str, shape: tuple[int, ...] | None = None) -> PartitionSpec:

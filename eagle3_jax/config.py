@@ -130,7 +130,9 @@ def check(config: RunConfig, shape: TargetShape) -> None:
     heads = config.draft.num_attention_heads or shape.num_attention_heads
     kv_heads = config.draft.num_key_value_heads or shape.num_key_value_heads
     if heads % kv_heads:
-        raise ConfigError(f"draft.num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}")
+        raise ConfigError(
+            f"draft.num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}"
+        )
     if config.data.max_length > shape.max_position_embeddings:
         raise ConfigError(
             f"data.max_length={config.data.max_length} exceeds the target's {shape.max_position_embeddings} positions"
@@ -217,6 +219,9 @@ def _first(error: pydantic.ValidationError) -> str:
 def _known(section: list[str]) -> list[str]:
     model = RunConfig
     for name in section:
-        kinds = [model.model_fields[name].annotation, *getattr(model.model_fields[name].annotation, "__args__", ())]
+        kinds = [
+            model.model_fields[name].annotation,
+            *getattr(model.model_fields[name].annotation, "__args__", ()),
+        ]
         model = next(k for k in kinds if isinstance(k, type) and issubclass(k, pydantic.BaseModel))
     return list(model.model_fields)

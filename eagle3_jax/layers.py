@@ -59,7 +59,8 @@ def rope_frequencies(head_dim: int, theta: float, scaling: dict | None) -> tuple
     if kind == "yarn":
         fast, slow = scaling.get("beta_fast", 32), scaling.get("beta_slow", 1)
         low, high = (
-            head_dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta)) for turns in (fast, slow)
+            head_dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
+            for turns in (fast, slow)
         )
         low, high = max(math.floor(low), 0), min(math.ceil(high), head_dim - 1)
         ramp = np.clip((np.arange(head_dim // 2) - low) / max(high - low, 1e-3), 0, 1)
@@ -68,9 +69,13 @@ def rope_frequencies(head_dim: int, theta: float, scaling: dict | None) -> tuple
     raise ValueError(f"rope_type {kind!r} is not one of default, linear, llama3, yarn")
 
 
-def rope(x_BTNH: jax.Array, position_BT: jax.Array, frequencies: np.ndarray, factor: float = 1.0) -> jax.Array:
+def rope(
+    x_BTNH: jax.Array, position_BT: jax.Array, frequencies: np.ndarray, factor: float = 1.0
+) -> jax.Array:
     """Rotate the two halves of the head axis (half-split, as Llama's Hugging Face port) by position."""
-    angle_BTH = position_BT[..., None].astype(jnp.float32) * frequencies.reshape((1,) * position_BT.ndim + (-1,))
+    angle_BTH = position_BT[..., None].astype(jnp.float32) * frequencies.reshape(
+        (1,) * position_BT.ndim + (-1,)
+    )
     cos, sin = (jnp.expand_dims(f(angle_BTH) * factor, -2).astype(x_BTNH.dtype) for f in (jnp.cos, jnp.sin))
     a, b = jnp.split(x_BTNH, 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
@@ -79,4 +84,6 @@ def rope(x_BTNH: jax.Array, position_BT: jax.Array, frequencies: np.ndarray, fac
 def axes_of(module: nnx.Module) -> dict:
     """The tree of axis strings beside `nnx.to_pure_dict` of a module's (abstract) state."""
     state = nnx.state(module)
-    return nnx.to_pure_dict(jax.tree.map(lambda v: v.axes, state, is_leaf=lambda v: isinstance(v, nnx.Variable)))
+    return nnx.to_pure_dict(
+        jax.tree.map(lambda v: v.axes, state, is_leaf=lambda v: isinstance(v, nnx.Variable))
+    )

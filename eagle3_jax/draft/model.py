@@ -45,7 +45,9 @@ class Draft(nnx.Module):
         """Aux states, low to high layer side by side -> the draft's width, [B, T, D]."""
         if self.shape.fc_norm:
             chunks = jnp.split(aux_BTM, self.shape.num_aux_hidden_states, axis=-1)
-            aux_BTM = jnp.concatenate([getattr(self, f"fc_norm_{i}")(x) for i, x in enumerate(chunks)], axis=-1)
+            aux_BTM = jnp.concatenate(
+                [getattr(self, f"fc_norm_{i}")(x) for i, x in enumerate(chunks)], axis=-1
+            )
         return self.fc("btm,md->btd", aux_BTM)
 
     def qkv(self, embed_BTD: jax.Array, state_BTD: jax.Array, position_BT: jax.Array):
@@ -53,7 +55,9 @@ class Draft(nnx.Module):
         layer = self.midlayer
         x_BTC = jnp.concatenate([layer.input_layernorm(embed_BTD), layer.hidden_norm(state_BTD)], axis=-1)
         scaling = self.shape.rope_scaling
-        turn = rope_frequencies(self.shape.head_dim, self.shape.rope_theta, dict(scaling) if scaling else None)
+        turn = rope_frequencies(
+            self.shape.head_dim, self.shape.rope_theta, dict(scaling) if scaling else None
+        )
         q_BTNH = rope(layer.q("btc,cnh->btnh", x_BTC), position_BT, *turn)
         k_BTGH = rope(layer.k("btc,cgh->btgh", x_BTC), position_BT, *turn)
         return q_BTNH, k_BTGH, layer.v("btc,cgh->btgh", x_BTC)

@@ -1,5 +1,6 @@
 """What a target looks like, read from its Hugging Face `config.json`."""
 
+import itertools
 import json
 from pathlib import Path
 
@@ -43,7 +44,7 @@ class TargetShape(pydantic.BaseModel):
 
 def check_aux_layers(ids: tuple[int, ...], layers: int) -> None:
     """Refuse ids that are not strictly ascending or outside 0 .. L-2 (engines never capture the last output)."""
-    if not ids or any(a >= b for a, b in zip(ids, ids[1:], strict=False)) or ids[0] < 0 or ids[-1] > layers - 2:
+    if not ids or any(a >= b for a, b in itertools.pairwise(ids)) or ids[0] < 0 or ids[-1] > layers - 2:
         raise ConfigError(
             f"target.aux_layers={list(ids)} must be strictly ascending layer outputs within 0 .. {layers - 2} "
             f"(the target has {layers} layers)"
