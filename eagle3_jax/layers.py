@@ -32,10 +32,13 @@ class RMSNorm(nnx.Module):
         self.eps = eps
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        wide = x.astype(jnp.float32)
-        wide = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.eps)
-        scale = jnp.broadcast_to(self.scale[...].astype(x.dtype), x.shape)
-        return wide.astype(x.dtype) * scale
+        return rms_norm(x, self.scale[...], self.eps)
+
+
+def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
+    wide = x.astype(jnp.float32)
+    wide = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
+    return wide.astype(x.dtype) * jnp.broadcast_to(scale.astype(x.dtype), x.shape)
 
 
 def rope_frequencies(head_dim: int, theta: float, scaling: dict | None) -> tuple[np.ndarray, float]:
@@ -87,3 +90,23 @@ def axes_of(module: nnx.Module) -> dict:
     return nnx.to_pure_dict(
         jax.tree.map(lambda v: v.axes, state, is_leaf=lambda v: isinstance(v, nnx.Variable))
     )
+
+
+def attention(q_BTNH: jax.Array, k_BSGH: jax.Array, v_BSGH: jax.Array, mask_BTS: jax.Array) -> jax.Array:
+    """Softmax attention with grouped heads, dense; softmax in float32. Returns [B, T, N, H].
+
+    mask  B T S  bool  True where the query at T may see the key at S; a row that sees nothing gets the mean
+    """
+    B, T, N, H = q_BTNH.shape
+    G = k_BSGH.shape[2]
+    q_BTGRH = q_BTNH.reshape(B, T, G, N // G, H)
+    scores_BGRTS = jnp.einsum("btgrh,bsgh->bgrts", q_BTGRH, k_BSGH, preferred_element_type=jnp.float32)
+    scores_BGRTS = jnp.where(mask_BTS[:, None, None], scores_BGRTS * H**-0.5, -1e30)
+    weights_BGRTS = jax.nn.softmax(scores_BGRTS, axis=-1).astype(v_BSGH.dtype)
+    return jnp.einsum("bgrts,bsgh->btgrh", weights_BGRTS, v_BSGH).reshape(B, T, N, H)
+
+
+def causal_mask(position_BT: jax.Array, segment_BT: jax.Array) -> jax.Array:
+    """[B, T, T]: a row sees rows of its own segment at or before its position (packed rows do not mix)."""
+    same_BTS = segment_BT[:, :, None] == segment_BT[:, None, :]
+    return same_BTS & (position_BT[:, :, None] >= position_BT[:, None, :])

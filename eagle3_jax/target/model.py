@@ -1,0 +1,179 @@
+"""The frozen target: Llama and Qwen3 dense decoders, as features for training and with a cache for decoding.
+
+Parameters are a nested dict; the weights of all layers are stacked on a leading axis L and run by `lax.scan`,
+so that compile time does not grow with depth.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from eagle3_jax.errors import ConfigError
+from eagle3_jax.layers import (
+    Kernel,
+    RMSNorm,
+    attention,
+    axes_of,
+    causal_mask,
+    rms_norm,
+    rope,
+    rope_frequencies,
+)
+from eagle3_jax.target.shape import FAMILIES, TargetShape, check_aux_layers
+
+
+class Block(nnx.Module):
+    """One decoder layer. Qwen3 norms each head's q and k before the rotation."""
+
+    def __init__(self, sizes: dict[str, int], eps: float, qk_norm: bool, *, rngs: nnx.Rngs):
+        self.qk_norm = qk_norm
+        self.input_layernorm = RMSNorm("d", eps, sizes)
+        self.q = Kernel("d n h", "d", sizes, rngs=rngs)
+        self.k = Kernel("d g h", "d", sizes, rngs=rngs)
+        self.v = Kernel("d g h", "d", sizes, rngs=rngs)
+        self.o = Kernel("n h d", "n h", sizes, rngs=rngs)
+        if qk_norm:
+            self.q_norm = RMSNorm("h", eps, sizes)
+            self.k_norm = RMSNorm("h", eps, sizes)
+        self.post_attention_layernorm = RMSNorm("d", eps, sizes)
+        self.gate = Kernel("d f", "d", sizes, rngs=rngs)
+        self.up = Kernel("d f", "d", sizes, rngs=rngs)
+        self.down = Kernel("f d", "f", sizes, rngs=rngs)
+
+    def __call__(self, x_BTD: jax.Array, turn, attend) -> jax.Array:
+        """`turn` rotates queries or keys; `attend(q_BTNH, k_BTGH, v_BTGH) -> [B, T, N, H]` sees them rotated."""
+        y_BTD = self.input_layernorm(x_BTD)
+        q_BTNH, k_BTGH = self.q("btd,dnh->btnh", y_BTD), self.k("btd,dgh->btgh", y_BTD)
+        if self.qk_norm:
+            q_BTNH, k_BTGH = self.q_norm(q_BTNH), self.k_norm(k_BTGH)
+        attended_BTNH = attend(turn(q_BTNH), turn(k_BTGH), self.v("btd,dgh->btgh", y_BTD))
+        x_BTD = x_BTD + self.o("btnh,nhd->btd", attended_BTNH)
+        y_BTD = self.post_attention_layernorm(x_BTD)
+        z_BTF = jax.nn.silu(self.gate("btd,df->btf", y_BTD)) * self.up("btd,df->btf", y_BTD)
+        return x_BTD + self.down("btf,fd->btd", z_BTF)
+
+
+class Target:
+    """The arithmetic of one target; its weights are passed to every call.
+
+    `axes` and `abstract` are the trees of axis strings and ShapeDtypeStructs of those weights.
+    """
+
+    def __init__(self, shape: TargetShape, aux_layers: tuple[int, ...] | None = None, dtype=jnp.float32):
+        if shape.model_type not in FAMILIES:
+            raise ConfigError(
+                f"a target of type {shape.model_type!r} cannot be run here (known: {', '.join(FAMILIES)}); "
+                "train from stored features: train.mode=offline"
+            )
+        self.shape, self.dtype = shape, jnp.dtype(dtype)
+        self.aux_layers = shape.default_aux_layers if aux_layers is None else tuple(aux_layers)
+        check_aux_layers(self.aux_layers, shape.num_hidden_layers)
+        sizes = dict(
+            d=shape.hidden_size, n=shape.num_attention_heads, g=shape.num_key_value_heads, h=shape.head_dim,
+            f=shape.intermediate_size, v=shape.vocab_size, l=shape.num_hidden_layers,
+        )  # fmt: skip
+        qk_norm = shape.model_type == "qwen3"
+        block = nnx.eval_shape(lambda: Block(sizes, shape.rms_norm_eps, qk_norm, rngs=nnx.Rngs(0)))
+        self._block, _ = nnx.split(block)
+        self.axes = {
+            "embed": {"embedding": "v d"},
+            "layers": jax.tree.map(lambda a: f"l {a}", axes_of(block)),
+            "norm": {"scale": "d"},
+        } | ({} if shape.tie_word_embeddings else {"lm_head": {"kernel": "v d"}})
+        self.abstract = jax.tree.map(
+            lambda a: jax.ShapeDtypeStruct([sizes[x] for x in a.split()], self.dtype), self.axes
+        )
+        self._turn = rope_frequencies(shape.head_dim, shape.rope_theta, shape.rope_scaling)
+
+    def head(self, params: dict) -> jax.Array:
+        """The output projection [V, D]: `lm_head`, or the embedding of a tied target."""
+        return params["embed"]["embedding"] if self.shape.tie_word_embeddings else params["lm_head"]["kernel"]
+
+    def logits(self, params: dict, final_BTD: jax.Array) -> jax.Array:
+        """Full-vocabulary logits [B, T, V] in float32 of post-norm states."""
+        return jnp.einsum("btd,vd->btv", final_BTD, self.head(params), preferred_element_type=jnp.float32)
+
+    def top_and_lse(self, params: dict, final_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Full-vocabulary argmax [B, T] int32 (lowest id on ties) and log-sum-exp [B, T] float32."""
+        logits_BTV = self.logits(params, final_BTD)
+        return jnp.argmax(logits_BTV, axis=-1).astype(jnp.int32), jax.nn.logsumexp(logits_BTV, axis=-1)
+
+    def features(self, params: dict, ids_BT, position_BT, segment_BT, every_state: bool = False):
+        """The forward pass over packed rows.
+
+        ids       B T      int32   tokens
+        position  B T      int32   position inside the segment
+        segment   B T      int32   packed conversations do not see each other
+        -> aux    B T M    dtype   outputs of the aux layers, low to high, side by side
+           final  B T D    dtype   post-norm last state
+           states L B T D  dtype   every layer's output, only with `every_state`
+        """
+        mask_BTS = causal_mask(position_BT, segment_BT)
+
+        def layer(carry, xs):
+            x_BTD, aux_ABTD = carry
+            i, weights = xs
+            x_BTD = nnx.merge(self._block, weights)(
+                x_BTD,
+                lambda x: rope(x, position_BT, *self._turn),
+                lambda q, k, v: attention(q, k, v, mask_BTS),
+            )
+            return (x_BTD, self._capture(aux_ABTD, x_BTD, i)), x_BTD if every_state else None
+
+        (x_BTD, aux_ABTD), states_LBTD = jax.lax.scan(
+            layer, self._embed(params, ids_BT), self._layers(params)
+        )
+        out = self._outputs(params, x_BTD, aux_ABTD)
+        return (*out, states_LBTD) if every_state else out
+
+    def new_cache(self, batch: int, length: int) -> dict:
+        """Empty keys and values, each [L, B, S, G, H]."""
+        s = self.shape
+        size = (s.num_hidden_layers, batch, length, s.num_key_value_heads, s.head_dim)
+        return {"k": jnp.zeros(size, self.dtype), "v": jnp.zeros(size, self.dtype)}
+
+    def decode(self, params: dict, cache: dict, ids_BT, start_B):
+        """T more tokens per row from position `start` on; slot S of the cache holds position S.
+
+        A slot is written before any row at or after it looks there, so a rejected draft's keys need no
+        clean-up and right padding needs no mask. Returns (aux [B, T, M], final [B, T, D], cache).
+        """
+        position_BT = start_B[:, None] + jnp.arange(ids_BT.shape[1])[None]
+        mask_BTS = position_BT[:, :, None] >= jnp.arange(cache["k"].shape[2])[None, None]
+        rows_B1 = jnp.arange(ids_BT.shape[0])[:, None]
+
+        def layer(carry, xs):
+            x_BTD, aux_ABTD, k_LBSGH, v_LBSGH = carry
+            i, weights = xs
+            written = []
+
+            def attend(q_BTNH, k_BTGH, v_BTGH):
+                written.append(k_LBSGH.at[i, rows_B1, position_BT].set(k_BTGH))
+                written.append(v_LBSGH.at[i, rows_B1, position_BT].set(v_BTGH))
+                return attention(q_BTNH, written[0][i], written[1][i], mask_BTS)
+
+            x_BTD = nnx.merge(self._block, weights)(
+                x_BTD, lambda x: rope(x, position_BT, *self._turn), attend
+            )
+            return (x_BTD, self._capture(aux_ABTD, x_BTD, i), *written), None
+
+        carry = (*self._embed(params, ids_BT), cache["k"], cache["v"])
+        (x_BTD, aux_ABTD, k, v), _ = jax.lax.scan(layer, carry, self._layers(params))
+        return *self._outputs(params, x_BTD, aux_ABTD), {"k": k, "v": v}
+
+    def _embed(self, params, ids_BT):
+        x_BTD = params["embed"]["embedding"][ids_BT].astype(self.dtype)
+        return x_BTD, jnp.zeros((len(self.aux_layers), *x_BTD.shape), self.dtype)
+
+    def _layers(self, params):
+        return jnp.arange(self.shape.num_hidden_layers), params["layers"]
+
+    def _capture(self, aux_ABTD, x_BTD, i):
+        """Write layer i's output into its slot, if it has one: stacking all L outputs would not fit."""
+        for slot, layer in enumerate(self.aux_layers):
+            aux_ABTD = aux_ABTD.at[slot].set(jnp.where(i == layer, x_BTD, aux_ABTD[slot]))
+        return aux_ABTD
+
+    def _outputs(self, params, x_BTD, aux_ABTD):
+        final_BTD = rms_norm(x_BTD, params["norm"]["scale"], self.shape.rms_norm_eps)
+        return jnp.concatenate(list(aux_ABTD), axis=-1), final_BTD
