@@ -158,9 +158,9 @@ def evaluation_prompts(path: str | Path | None = None) -> list[dict]:
 
 
 def _prompts(path: Path) -> list[dict]:
-    opened = gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8")
+    reader = gzip.open if path.suffix == ".gz" else open
     prompts = []
-    with opened as lines:
+    with reader(path, "rt", encoding="utf-8") as lines:
         try:
             for number, line in enumerate(lines, 1):
                 if line.strip():
