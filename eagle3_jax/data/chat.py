@@ -1,0 +1,149 @@
+"""Turns to tokens by the target's own chat template, and which tokens are whose answer."""
+
+import hashlib
+import itertools
+import json
+
+import jinja2
+import numpy as np
+from rich.text import Text
+
+from eagle3_jax.data.conversations import Turns
+from eagle3_jax.errors import DataError
+
+COLOURS = ("black on green", "black on cyan")
+
+
+def encode(tokenizer, turns: Turns, max_length: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """Token ids int32 [n] and span ids int32 [n]: 0 outside, 1, 2, ... the tokens of each assistant turn.
+
+    A span holds what the target generates: everything after the generation prompt up to and including its
+    end-of-turn token. Longer conversations are cut at `max_length` tokens. Raises DataError where the tokenizer
+    or its template cannot do it.
+    """
+    text, bounds = _answers(tokenizer, turns)
+    tokens = _tokens(tokenizer, text, return_offsets_mapping=True)
+    ids, offsets = np.asarray(tokens["input_ids"], np.int32), np.asarray(tokens["offset_mapping"])
+    begin, end = offsets.reshape(-1, 2).T
+    begin = np.where(begin == end, begin - 1, begin)  # byte-level tokenizers trim a lone space to nothing
+    span = np.zeros(len(ids), np.int32)
+    for number, (first, last) in enumerate(bounds, 1):
+        span[(begin >= first) & (begin < last)] = number
+    return ids[:max_length], span[:max_length]
+
+
+def prompt(tokenizer, turns: Turns) -> np.ndarray:
+    """Token ids int32 [n] of turns that end with the user's, ready for the answer."""
+    text = _render(tokenizer, turns, add_generation_prompt=True)
+    return np.asarray(_tokens(tokenizer, text)["input_ids"], np.int32)
+
+
+def end_tokens(tokenizer) -> tuple[int, ...]:
+    """Ids at which generation stops: the template's end of turn and the end of text, ascending."""
+    ids = {tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids(_end_of_turn(tokenizer) or "")}
+    return tuple(sorted(i for i in ids if i is not None and i != tokenizer.unk_token_id))
+
+
+def fingerprint(tokenizer) -> str:
+    """sha256 of vocabulary and chat template."""
+    content = [sorted(tokenizer.get_vocab().items()), tokenizer.chat_template]
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+
+def preview(tokenizer, ids: np.ndarray, span: np.ndarray) -> Text:
+    """The text of a conversation, its supervised tokens on a colour that changes with each answer."""
+    text, at = Text(), 0
+    for number, run in itertools.groupby(span.tolist()):
+        size = len(list(run))
+        part = tokenizer.decode(ids[at : at + size].tolist(), clean_up_tokenization_spaces=False)
+        text.append(part, style=COLOURS[number % 2] if number else None)
+        at += size
+    return text
+
+
+def _tokens(tokenizer, text: str, **kwargs):
+    if not tokenizer.is_fast:
+        raise DataError(
+            f"{tokenizer.name_or_path}: a tokenizer.json (a fast tokenizer) is wanted, found {type(tokenizer).__name__}"
+        )
+    # The template has already written the special tokens: adding them again would double the first one.
+    return tokenizer(text, add_special_tokens=False, verbose=False, **kwargs)
+
+
+def _render(tokenizer, turns: Turns, **kwargs) -> str:
+    if not tokenizer.chat_template:
+        raise DataError(
+            f"{tokenizer.name_or_path}: the tokenizer has no chat template; put the one that the target is served "
+            "with beside it as chat_template.jinja"
+        )
+    messages = [{"role": role, "content": text} for role, text in turns]
+    try:
+        return tokenizer.apply_chat_template(messages, tokenize=False, **kwargs)
+    except jinja2.TemplateError as error:
+        raise DataError(f"the chat template refuses the conversation: {error}") from None
+
+
+def _answers(tokenizer, turns: Turns) -> tuple[str, list[tuple[int, int]]]:
+    """The rendered conversation, and where in it each answer begins and ends (characters).
+
+    Rendered once more with a mark for each answer, the same text falls into its fixed parts. They are found
+    one after the other, so an answer that looks like the template's own text misleads nobody.
+    """
+    text = _render(tokenizer, turns)
+    answers = [content for role, content in turns if role == "assistant"]
+    marks = [f"\ue000{i}\ue001" for i in range(len(answers))]
+    marked, names = [], iter(marks)
+    for role, content in turns:
+        marked.append((role, next(names) if role == "assistant" else content))
+    rest = _render(tokenizer, tuple(marked))
+    fixed = []
+    for mark in marks:
+        before, found, rest = rest.partition(mark)
+        if not found:
+            raise DataError("the chat template drops or rewrites an answer: its tokens cannot be told apart")
+        fixed.append(before)
+    fixed.append(rest)
+
+    opening, closing = _generation_prompt(tokenizer), _end_of_turn(tokenizer)
+    # What stands between the generation prompt and the answer (an empty thought, say) is generated, too.
+    heads = [part[: part.rfind(opening) + len(opening)] if opening in part else part for part in fixed[:-1]]
+    heads.append(fixed[-1])
+    bounds, at = [], 0
+    for i, content in enumerate(answers):
+        if not text.startswith(heads[i], at):
+            raise DataError("the chat template changes with the answers: their tokens cannot be told apart")
+        first = at + len(heads[i])
+        at = _end(text, first, fixed[i].removeprefix(heads[i]), content, heads[i + 1])
+        last = at
+        if closing and heads[i + 1].lstrip().startswith(closing):
+            last = text.index(closing, at) + len(closing)
+        bounds.append((first, last))
+    return text, bounds
+
+
+def _end(text: str, first: int, thought: str, content: str, following: str) -> int:
+    """Where the answer that begins at `first` ends: there, `following` continues the text."""
+    for answer in (content, content.strip(), content.lstrip(), content.rstrip()):
+        at = first + len(thought + answer)
+        if text.startswith(thought + answer, first) and text.startswith(following, at):
+            return at
+    at = text.find(following, first)  # a template that shortens answers, such as one that leaves out thoughts
+    if at < 0 or not following:
+        raise DataError("the chat template rewrites an answer: its tokens cannot be told apart")
+    return at
+
+
+def _generation_prompt(tokenizer) -> str:
+    """What the template appends to ask for an answer; empty where it appends nothing."""
+    question = (("user", "?"),)
+    plain = _render(tokenizer, question)
+    asking = _render(tokenizer, question, add_generation_prompt=True)
+    return asking.removeprefix(plain) if asking.startswith(plain) else ""
+
+
+def _end_of_turn(tokenizer) -> str | None:
+    """The special token that the template writes after an answer."""
+    mark = "\ue000"
+    after = _render(tokenizer, (("user", "?"), ("assistant", mark))).partition(mark)[2].lstrip()
+    special = [str(t) for t in tokenizer.added_tokens_decoder.values()]
+    return max((t for t in special if t and after.startswith(t)), key=len, default=None)
