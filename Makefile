@@ -1,0 +1,55 @@
+# make demo   a draft for a small chat model, trained and exported on this machine; `make help` has the rest
+#
+# pip's own settings choose where packages come from. PyPI's torch for Linux on x86 brings CUDA (gigabytes); for
+# the CPU build, as tested: make test PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
+
+PYTHON ?= python3
+EXTRAS ?=
+VENV := .venv
+INSTALL := $(VENV)/bin/python -m pip install --disable-pip-version-check --quiet -c constraints.txt
+PINS := pyproject.toml constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint venv clean
+
+help:
+	@echo "make demo   train, evaluate and export a draft for SmolLM2-135M into runs/demo (DEMO_MINUTES=5: a short one)"
+	@echo "make test   the whole test suite on CPU (installs torch)"
+	@echo "make lint   ruff, as the tests of a change expect it"
+	@echo "make venv   $(VENV) with this package (EXTRAS=tpu, cuda12 or cuda13 for an accelerator)"
+	@echo "make clean  remove $(VENV) and build leftovers; keeps runs/"
+
+demo: $(VENV)/.installed
+	$(VENV)/bin/eagle3 demo
+
+test: $(VENV)/.installed-bridge
+	$(VENV)/bin/pytest
+
+lint: $(VENV)/.installed-dev
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+
+venv: $(VENV)/.installed$(if $(EXTRAS),-$(EXTRAS))
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
+	  { echo "$(PYTHON) cannot make a virtual environment; on Debian or Ubuntu: sudo apt-get install -y python3-venv make"; exit 1; }
+	@$(PYTHON) -c 'import sys; v = sys.version.split()[0]; sys.exit(sys.version_info < (3, 11) and f"$(PYTHON) is {v}, 3.11 or newer is wanted: make PYTHON=python3.12 ...")'
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed: $(VENV)/bin/python $(PINS)
+	@echo "installing eagle3-jax into $(VENV) (about 300 MB of packages)"
+	$(INSTALL) -e .
+	@touch $@
+
+$(VENV)/.installed-bridge: $(VENV)/bin/python $(PINS)
+	@echo "installing torch (CPU build, 192 MB) and the other packages that the tests use"
+	$(INSTALL) -e '.[bridge,dev]'
+	@touch $@
+
+$(VENV)/.installed-%: $(VENV)/bin/python $(PINS)
+	$(INSTALL) -e '.[$*]'
+	@touch $@
