@@ -1,0 +1,181 @@
+"""Does the draft directory compute what the run's checkpoint computes? Flax against PyTorch, through the file."""
+
+import dataclasses
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from bridge import convert
+from eagle3_jax.draft import model
+from eagle3_jax.errors import WeightError
+
+TOLERANCE = 1e-4  # max |difference| of any stage, float32
+STEPS = 7  # drafting steps after the prefill
+PROMPTS = (1, 6, 33)  # rows of the prefills
+
+STAGES = (
+    "embedding", "fc", "input_layernorm", "hidden_norm", "q", "k", "v", "attention", "o", "mlp", "norm",
+    "logits", "carried", "token",
+)  # fmt: skip
+SIZES = (
+    "hidden_size", "num_aux_hidden_states", "intermediate_size", "num_attention_heads", "num_key_value_heads",
+    "head_dim", "vocab_size", "draft_vocab_size",
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """Where the two computations first part."""
+
+    prompt: int  # rows of the prefill
+    row: str  # "prefill" or "draft step 3"
+    stage: str
+    size: float  # max |difference|; for "token" the number of different target ids
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    first: Difference | None
+    largest: dict[str, float]  # stage -> max |difference| over all rows that were compared
+    prompts: tuple[int, ...]
+    steps: int
+    dtype: str  # the file's; both sides compute in float32 with weights rounded to it
+    step: int  # of the checkpoint
+
+    @property
+    def ok(self) -> bool:
+        return self.first is None
+
+
+def parity(run: str | Path, directory: str | Path, step: int | None = None, seed: int = 0) -> Report:
+    """Compare a run's checkpoint with a draft directory on random tokens and aux states.
+
+    Prompts of several lengths, the prefill and seven drafting steps each; every stage within 1e-4 and the same
+    proposals, as target ids. Stops at the first difference. Raises UserError where one of the two cannot be
+    loaded or PyTorch is missing.
+    """
+    from eagle3_jax.train import checkpoint  # Orbax is slow to import and only needed here
+
+    return compare(checkpoint.load_draft(run, step), directory, seed)
+
+
+def compare(draft, directory: str | Path, seed: int = 0) -> Report:
+    """`parity` for a draft that is already loaded (train.checkpoint.LoadedDraft)."""
+    from bridge.reference import Reference  # torch
+
+    theirs = Reference(directory)
+    shape, found = draft.shape, theirs.shape
+    if different := [
+        k for k, v in dataclasses.asdict(shape).items() if k in SIZES and getattr(found, k) != v
+    ]:
+        key = different[0]
+        raise WeightError(
+            f"{directory}/{convert.CONFIG}: {key}={getattr(found, key)}, the checkpoint's is {getattr(shape, key)}"
+        )
+    dtype = convert.read_config(directory).get("torch_dtype")
+    if dtype not in convert.DTYPES:
+        raise WeightError(
+            f"{directory}/{convert.CONFIG}: torch_dtype={dtype!r}; known: {', '.join(convert.DTYPES)}"
+        )
+    ours, rng = Cached(draft, convert.DTYPES[dtype]), np.random.default_rng(seed)
+    prompts = tuple(n for n in PROMPTS if n + STEPS <= shape.max_position_embeddings)
+    largest: dict[str, float] = {}
+    for n in prompts:
+        ids = rng.integers(0, shape.vocab_size, n)
+        aux = rng.standard_normal((n, shape.sizes["m"]), np.float32)
+        token = -1
+        for k in range(STEPS + 1):
+            a, b = (side.draft(token) if k else side.prefill(ids, aux) for side in (ours, theirs))
+            for side, stages in ((ours, a), (theirs, b)):
+                stages["token"] = np.array([side.proposal(stages["logits"][-1])])
+            for stage in (s for s in STAGES if s in a):
+                size = _distance(a[stage], b[stage])
+                largest[stage] = max(largest.get(stage, 0.0), size)
+                if not size <= (0 if stage == "token" else TOLERANCE):
+                    first = Difference(n, f"draft step {k}" if k else "prefill", stage, size)
+                    return Report(first, largest, prompts, STEPS, dtype, draft.step)
+            token = int(a["token"][0])
+    return Report(None, largest, prompts, STEPS, dtype, draft.step)
+
+
+class Cached:
+    """The Flax draft over a growing cache, one sequence: the same interface as reference.Reference."""
+
+    def __init__(self, draft, dtype: np.dtype):
+        self.shape, self.d2t = draft.shape, draft.d2t
+        self.embedding = draft.embedding.astype(np.float32)
+        graph, _, _ = model.abstract(draft.shape)
+        self.params = jax.tree.map(lambda x: jax.device_put(x.astype(dtype).astype(np.float32)), draft.params)
+        self.fuse = jax.jit(lambda params, aux: model.bind(graph, params).fuse(aux))
+        self.before = jax.jit(lambda params, *x: _before(model.bind(graph, params), *x))
+        self.after = jax.jit(lambda params, *x: _after(model.bind(graph, params), *x))
+
+    def prefill(self, ids: np.ndarray, aux: np.ndarray) -> dict[str, np.ndarray]:
+        empty = np.zeros((0, self.shape.num_key_value_heads, self.shape.head_dim), np.float32)
+        self.keys, self.values = empty, empty
+        with jax.default_matmul_precision("highest"):
+            state = np.asarray(self.fuse(self.params, aux[None]))[0]
+        return self._rows(ids, state) | {"fc": state}
+
+    def draft(self, token: int) -> dict[str, np.ndarray]:
+        return self._rows(np.array([token]), self.carried[-1:])
+
+    def proposal(self, logits: np.ndarray) -> int:
+        index = int(np.argmax(logits))
+        return index + int(self.d2t[index])
+
+    def _rows(self, ids: np.ndarray, state: np.ndarray) -> dict[str, np.ndarray]:
+        position = np.arange(len(self.keys), len(self.keys) + len(ids), dtype=np.int32)
+        embed = self.embedding[ids]
+        with jax.default_matmul_precision("highest"):
+            stages = _numpy(self.before(self.params, embed[None], state[None], position[None]))
+            self.keys = np.concatenate([self.keys, stages["k"]])
+            self.values = np.concatenate([self.values, stages["v"]])
+            attended = self._attend(stages["q"], position)
+            stages |= _numpy(self.after(self.params, state[None], attended[None]))
+        self.carried = stages["carried"]
+        stages |= {"embedding": embed, "attention": attended}
+        return {name: x.reshape(len(ids), -1) for name, x in stages.items()}
+
+    def _attend(self, q_TNH: np.ndarray, position_T: np.ndarray) -> np.ndarray:
+        heads, groups = self.shape.num_attention_heads, self.shape.num_key_value_heads
+        q_TGRH = q_TNH.reshape(len(q_TNH), groups, heads // groups, -1)
+        score_GRTS = np.einsum("tgrh,sgh->grts", q_TGRH, self.keys) * self.shape.head_dim**-0.5
+        seen_TS = np.arange(len(self.keys))[None] <= position_T[:, None]
+        score_GRTS = np.where(seen_TS, score_GRTS, -np.inf)
+        weight_GRTS = np.exp(score_GRTS - score_GRTS.max(-1, keepdims=True))
+        weight_GRTS /= weight_GRTS.sum(-1, keepdims=True)
+        return np.einsum("grts,sgh->tgrh", weight_GRTS, self.values).reshape(q_TNH.shape)
+
+
+def _before(draft: model.Draft, embed_BTD, state_BTD, position_BT) -> dict:
+    q, k, v = draft.qkv(embed_BTD, state_BTD, position_BT)
+    layer = draft.midlayer
+    return {
+        "input_layernorm": layer.input_layernorm(embed_BTD),
+        "hidden_norm": layer.hidden_norm(state_BTD),
+        "q": q,
+        "k": k,
+        "v": v,
+    }
+
+
+def _after(draft: model.Draft, state_BTD, attended_BTNH) -> dict:
+    out_BTD = draft.finish(state_BTD, attended_BTNH)
+    logits_BTU, carried_BTD = draft.head(out_BTD)
+    return {
+        "o": state_BTD + draft.midlayer.o("btnh,nhd->btd", attended_BTNH),
+        "mlp": out_BTD,
+        "norm": draft.norm(out_BTD),
+        "logits": logits_BTU,
+        "carried": carried_BTD,
+    }
+
+
+def _numpy(tree: dict) -> dict[str, np.ndarray]:
+    return {name: np.asarray(x)[0] for name, x in tree.items()}
+
+
+def _distance(a: np.ndarray, b: np.ndarray) -> float:
+    return float(np.max(np.abs(a.astype(np.float64) - b))) if a.shape == b.shape else float("inf")
