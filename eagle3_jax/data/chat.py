@@ -14,6 +14,10 @@ from eagle3_jax.errors import DataError
 COLOURS = ("black on green", "black on cyan")
 
 
+class TemplateRefusalError(DataError):
+    """The chat template does not take this conversation, or hides where its answers are."""
+
+
 def encode(tokenizer, turns: Turns, max_length: int | None = None) -> tuple[np.ndarray, np.ndarray]:
     """Token ids int32 [n] and span ids int32 [n]: 0 outside, 1, 2, ... the tokens of each assistant turn.
 
@@ -80,7 +84,7 @@ def _render(tokenizer, turns: Turns, **kwargs) -> str:
     try:
         return tokenizer.apply_chat_template(messages, tokenize=False, **kwargs)
     except jinja2.TemplateError as error:
-        raise DataError(f"the chat template refuses the conversation: {error}") from None
+        raise TemplateRefusalError(f"the chat template refuses the conversation: {error}") from None
 
 
 def _answers(tokenizer, turns: Turns) -> tuple[str, list[tuple[int, int]]]:
@@ -100,7 +104,9 @@ def _answers(tokenizer, turns: Turns) -> tuple[str, list[tuple[int, int]]]:
     for mark in marks:
         before, found, rest = rest.partition(mark)
         if not found:
-            raise DataError("the chat template drops or rewrites an answer: its tokens cannot be told apart")
+            raise TemplateRefusalError(
+                "the chat template drops or rewrites an answer: its tokens cannot be told apart"
+            )
         fixed.append(before)
     fixed.append(rest)
 
@@ -111,7 +117,9 @@ def _answers(tokenizer, turns: Turns) -> tuple[str, list[tuple[int, int]]]:
     bounds, at = [], 0
     for i, content in enumerate(answers):
         if not text.startswith(heads[i], at):
-            raise DataError("the chat template changes with the answers: their tokens cannot be told apart")
+            raise TemplateRefusalError(
+                "the chat template changes with the answers: their tokens cannot be told apart"
+            )
         first = at + len(heads[i])
         at = _end(text, first, fixed[i].removeprefix(heads[i]), content, heads[i + 1])
         last = at
@@ -129,7 +137,7 @@ def _end(text: str, first: int, thought: str, content: str, following: str) -> i
             return at
     at = text.find(following, first)  # a template that shortens answers, such as one that leaves out thoughts
     if at < 0 or not following:
-        raise DataError("the chat template rewrites an answer: its tokens cannot be told apart")
+        raise TemplateRefusalError("the chat template rewrites an answer: its tokens cannot be told apart")
     return at
 
 

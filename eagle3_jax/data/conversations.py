@@ -35,6 +35,7 @@ class Refused(NamedTuple):
 
 class Reading(NamedTuple):
     conversations: list[Conversation]
+    places: list[int]  # of the conversations in the file
     refused: list[Refused]
     complete: int  # conversations that the file holds whole, kept or refused
     end: int  # byte at which the last whole one ends
@@ -75,11 +76,12 @@ def read(path: str | Path, strict: bool = False, answered: bool = True) -> Readi
             f"{path}: {damage}; the last of {complete:,} whole conversations ends at byte {end:,} of {len(data):,}; "
             "mend the file, or set data.strict=false to keep them"
         )
-    kept, refused = [], []
+    kept, places, refused = [], [], []
     for index, record in enumerate(records):
         name = _name(record, index)
         try:
             kept.append(Conversation(name, _turns(record, answered)))
+            places.append(index)
         except _UnusableError as refusal:
             refused.append(Refused(index, name, refusal.reason, refusal.detail))
     if not kept:
@@ -87,7 +89,7 @@ def read(path: str | Path, strict: bool = False, answered: bool = True) -> Readi
         raise DataError(
             f"{path}: no usable conversation in {len(data):,} bytes ({reasons or damage or 'empty'})"
         )
-    return Reading(kept, refused, complete, end, len(data), damage)
+    return Reading(kept, places, refused, complete, end, len(data), damage)
 
 
 def reasons_of(refused: Iterable[Refused]) -> dict[str, int]:
