@@ -37,7 +37,7 @@ class Data(Section):
 
 
 class Draft(Section):
-    vocab_size: int
+    vocab_size: pydantic.PositiveInt
     intermediate_size: pydantic.PositiveInt | None = None  # None: as the target, here and below
     num_attention_heads: pydantic.PositiveInt | None = None
     num_key_value_heads: pydantic.PositiveInt | None = None
@@ -125,7 +125,8 @@ def check(config: RunConfig, shape: TargetShape) -> None:
     check_aux_layers(shape.default_aux_layers if ids is None else ids, shape.num_hidden_layers)
     if not 1 <= config.draft.vocab_size <= shape.vocab_size:
         raise ConfigError(
-            f"draft.vocab_size={config.draft.vocab_size} must be within 1 .. {shape.vocab_size}, the target's vocabulary"
+            f"draft.vocab_size={config.draft.vocab_size} must be within 1 .. {shape.vocab_size} "
+            "(the target's vocabulary)"
         )
     heads = config.draft.num_attention_heads or shape.num_attention_heads
     kv_heads = config.draft.num_key_value_heads or shape.num_key_value_heads
@@ -183,7 +184,10 @@ def _override(tree: dict, item: str) -> None:
         node = node.setdefault(name, {})
         if not isinstance(node, dict):
             raise ConfigError(f"override {item!r}: {name} is a value, not a section")
-    node[leaf] = yaml.safe_load(value)
+    try:
+        node[leaf] = yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"override {item!r}: not YAML: {' '.join(str(error).split())}") from None
 
 
 def _tuples(node):

@@ -9,26 +9,44 @@ import pydantic
 from eagle3_jax.errors import ConfigError
 
 FAMILIES = ("llama", "qwen3")  # what target/model.py computes; other targets train from stored features
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # what layers.rope_frequencies computes
+# What the families' configs may also ask for, with the only value that target/model.py computes.
+PLAIN = {
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "use_sliding_window": False,
+    "partial_rotary_factor": 1.0,
+}
 
 
 class TargetShape(pydantic.BaseModel):
     """Sizes under Hugging Face's names. `rope_scaling` is None or a dict with `rope_type`."""
 
-    model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
+    model_config = pydantic.ConfigDict(extra="forbid", frozen=True, strict=True)
 
     model_type: str
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    vocab_size: int
-    max_position_embeddings: int
+    hidden_size: pydantic.PositiveInt
+    intermediate_size: pydantic.PositiveInt
+    num_hidden_layers: pydantic.PositiveInt
+    num_attention_heads: pydantic.PositiveInt
+    num_key_value_heads: pydantic.PositiveInt
+    head_dim: pydantic.PositiveInt
+    vocab_size: pydantic.PositiveInt
+    max_position_embeddings: pydantic.PositiveInt
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10_000.0
     rope_scaling: dict | None = None
     tie_word_embeddings: bool = False
+
+    @pydantic.field_validator("rope_scaling")
+    @classmethod
+    def _known_rope(cls, scaling: dict | None) -> dict | None:
+        if scaling is not None and scaling.get("rope_type") not in ROPE_TYPES:
+            raise ConfigError(
+                f"rope_scaling.rope_type={scaling.get('rope_type')!r} is not one of {', '.join(ROPE_TYPES)}"
+            )
+        return scaling
 
     @property
     def default_aux_layers(self) -> tuple[int, int, int]:
@@ -66,22 +84,35 @@ def from_hf(config: dict, where: str) -> TargetShape:
         scaling = {k: v for k, v in scaling.items() if k not in ("type", "rope_theta")} | {"rope_type": kind}
         if kind == "default":
             scaling = None
+    kind = text.get("model_type", "unknown")
+    odd = [k for k, plain in PLAIN.items() if text.get(k, plain) not in (plain, None)]
+    if kind in FAMILIES and odd:
+        raise ConfigError(f"{where}: {odd[0]}={text[odd[0]]!r} is not supported, only {PLAIN[odd[0]]!r}")
     heads = text["num_attention_heads"]
-    return TargetShape(
-        model_type=text.get("model_type", "unknown"),
-        hidden_size=text["hidden_size"],
-        intermediate_size=text["intermediate_size"],
-        num_hidden_layers=text["num_hidden_layers"],
-        num_attention_heads=heads,
-        num_key_value_heads=text.get("num_key_value_heads") or heads,
-        head_dim=text.get("head_dim") or text["hidden_size"] // heads,
-        vocab_size=text["vocab_size"],
-        max_position_embeddings=text.get("max_position_embeddings", 2048),
-        rms_norm_eps=text.get("rms_norm_eps", 1e-6),
-        rope_theta=theta,
-        rope_scaling=scaling,
-        tie_word_embeddings=config.get("tie_word_embeddings", text.get("tie_word_embeddings", False)),
-    )
+    try:
+        return TargetShape(
+            model_type=kind,
+            hidden_size=text["hidden_size"],
+            intermediate_size=text["intermediate_size"],
+            num_hidden_layers=text["num_hidden_layers"],
+            num_attention_heads=heads,
+            num_key_value_heads=text.get("num_key_value_heads") or heads,
+            head_dim=text.get("head_dim") or text["hidden_size"] // heads,
+            vocab_size=text["vocab_size"],
+            max_position_embeddings=text.get("max_position_embeddings", 2048),
+            rms_norm_eps=text.get("rms_norm_eps", 1e-6),
+            rope_theta=theta,
+            rope_scaling=scaling,
+            tie_word_embeddings=config.get("tie_word_embeddings", text.get("tie_word_embeddings", False)),
+        )
+    except pydantic.ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"]))
+        raise ConfigError(f"{where}: {key}={first['input']!r}: {first['msg']}") from None
+    except (TypeError, ZeroDivisionError):
+        raise ConfigError(
+            f"{where}: hidden_size={text['hidden_size']!r}, heads={heads!r}: no sizes"
+        ) from None
 
 
 def read(directory: str | Path) -> TargetShape:
