@@ -160,7 +160,7 @@ def read_config(directory: str | Path) -> dict:
 def _refuse(out: Path, run: Path, force: bool) -> None:
     if run.resolve().is_relative_to(out.resolve()):
         raise ConfigError(f"{out}: holds the run {run}; choose another directory")
-    if not out.exists() or force and out.is_dir():
+    if not out.exists() or (force and out.is_dir()):
         return
     if not out.is_dir():
         raise ConfigError(f"{out}: a file is in the way; choose another directory")
@@ -172,7 +172,8 @@ def _refuse(out: Path, run: Path, force: bool) -> None:
 
 
 def _predicted(run: Path, step: int) -> float | None:
-    path = run / "evaluate.json"
+    root = run.parent.parent if run.parent.name == "steps" else run  # RUN/steps/N is a checkpoint's own path
+    path = root / "evaluate.json"
     if not path.is_file():
         return None
     try:

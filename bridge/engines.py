@@ -19,7 +19,18 @@ SIZES = (
     "vocab_size", "draft_vocab_size", "max_position_embeddings",
 )  # fmt: skip
 
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+# rope_type -> the fields that it cannot do without
+ROPE_TYPES = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor", "original_max_position_embeddings"),
+}
+
+# Targets (model_type) for which SGLang takes a list of aux ids that does not begin with 1 as layer inputs.
+AS_INPUTS = ("deepseek_v2", "deepseek_v3", "kimi_k2", "kimi_k25", "glm4_moe_lite")
+# Targets whose captured states are not the residual stream that transformers calls hidden_states.
+OTHER_STATES = ("gemma3", "gemma3_text")
 
 # Other spellings of our names (pattern, replacement), and what the engines do with such a tensor.
 SPELLINGS = (
@@ -35,6 +46,12 @@ SPELLINGS = (
     (r"^aux_norm_high\.", "fc_norm.2.", "only SGLang knows it"),
 )
 EXTRA = "SGLang drops it without a word, vLLM refuses the file"
+UNFILLED = "export it: SGLang leaves that parameter uninitialised, without a word"
+MISSING = {
+    "embed_tokens.weight": "export it: SGLang uses the target's, but parity and other tools read this one",
+    "d2t": "export it: without it SGLang takes draft ids for target ids",
+    "t2d": "export it: SGLang does without, trainers and converters do not",
+}
 
 
 def spelled(name: str) -> list[tuple[str, str]]:
@@ -63,35 +80,61 @@ def rope_fields(theta: float, scaling: dict | None) -> dict:
 
 def rope_of(config: dict, schema: str) -> tuple[float, dict | None] | None:
     """(theta, scaling with its `rope_type`, or None) as a config states it under `rope_parameters` or
-    `rope_theta`; None where that schema is absent."""
+    `rope_theta`; None where that schema is absent. Raises ConfigError for a RoPE that nobody can compute."""
     if schema == "rope_parameters":
         fields = config.get("rope_parameters")
-        theta = (fields or {}).get("rope_theta")
+        theta = fields.get("rope_theta") if isinstance(fields, dict) else None
     else:
         fields, theta = config.get("rope_scaling") or {}, config.get("rope_theta")
     if fields is None or theta is None:
         return None
+    if not isinstance(fields, dict) or not isinstance(theta, int | float):
+        raise ConfigError(f"{schema}: theta={theta!r} with {fields!r} is no RoPE")
     kind = fields.get("rope_type", fields.get("type", "default"))
+    if kind not in ROPE_TYPES:
+        raise ConfigError(f"{schema}: rope_type={kind!r}; known: {', '.join(ROPE_TYPES)}")
+    if absent := [k for k in ROPE_TYPES[kind] if not isinstance(fields.get(k), int | float)]:
+        raise ConfigError(f"{schema}: rope_type={kind!r} without a number for {absent[0]!r}")
     scaling = {k: v for k, v in fields.items() if k not in ("type", "rope_type", "rope_theta")}
     return float(theta), None if kind == "default" else scaling | {"rope_type": kind}
 
 
-def aux_layers(config: dict) -> list[int] | None:
-    """Layer outputs that SGLang is told to capture; None: its default."""
-    return (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+def aux_layers(config: dict) -> object:
+    """What SGLang is told to capture, as found: a list of layer outputs if all is well, None for its default."""
+    nested = config.get("eagle_config")
+    return nested.get("eagle_aux_hidden_state_layer_ids") if isinstance(nested, dict) else None
+
+
+def unusable_sizes(config: dict) -> list[str]:
+    """Keys without which, or with whose values, no draft can be built."""
+    stated = SIZES + tuple(k for k in ("head_dim", "num_aux_hidden_states") if config.get(k) is not None)
+    bad = [k for k in stated if type(config.get(k)) is not int or config[k] < 1]
+    eps = config.get("rms_norm_eps")
+    return bad if type(eps) is float and eps > 0 else [*bad, "rms_norm_eps"]
+
+
+def more_shapes(config: dict, shape: DraftShape) -> dict[str, tuple[int, ...]]:
+    """Tensors that SGLang reads for options which our drafts do not have."""
+    nested = config.get("eagle_config")
+    before_fc = config.get("norm_before_fc") or (isinstance(nested, dict) and nested.get("norm_before_fc"))
+    return {"input_norm.weight": (shape.sizes["m"],)} if before_fc else {}
 
 
 def draft_shape(config: dict, where: str) -> DraftShape:
     """The draft that SGLang builds from a config.json. Raises ConfigError naming the first unusable field."""
-    for key in SIZES:
-        value = config.get(key)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ConfigError(f"{where}: {key}={value!r}; a positive integer is wanted")
+    for key in unusable_sizes(config):
+        raise ConfigError(f"{where}: {key}={config.get(key)!r}; a positive number is wanted")
     heads, layers = config["num_attention_heads"], aux_layers(config)
-    rope = rope_of(config, "rope_parameters") or rope_of(config, "rope_theta") or (10_000.0, None)
+    try:
+        theta, scaling = (
+            rope_of(config, "rope_parameters") or rope_of(config, "rope_theta") or (10_000.0, None)
+        )
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
     return DraftShape(
         hidden_size=config["hidden_size"],
-        num_aux_hidden_states=config.get("num_aux_hidden_states") or (len(layers) if layers else 3),
+        num_aux_hidden_states=config.get("num_aux_hidden_states")
+        or (len(layers) if isinstance(layers, list) else 3),
         intermediate_size=config["intermediate_size"],
         num_attention_heads=heads,
         num_key_value_heads=config["num_key_value_heads"],
@@ -99,9 +142,9 @@ def draft_shape(config: dict, where: str) -> DraftShape:
         vocab_size=config["vocab_size"],
         draft_vocab_size=config["draft_vocab_size"],
         max_position_embeddings=config["max_position_embeddings"],
-        rms_norm_eps=config.get("rms_norm_eps", 1e-6),
-        rope_theta=rope[0],
-        rope_scaling=tuple(sorted(rope[1].items())) if rope[1] else None,
+        rms_norm_eps=config["rms_norm_eps"],
+        rope_theta=theta,
+        rope_scaling=None if scaling is None else tuple(sorted(scaling.items())),
         fc_norm=bool(config.get("fc_norm") or config.get("use_aux_norm")),
         norm_output=bool(config.get("norm_output")),
     )

@@ -13,12 +13,6 @@ from bridge import convert, engines, weight_map
 from eagle3_jax import tensors
 from eagle3_jax.errors import UserError, WeightError
 
-try:
-    import torch
-    import torch.nn.functional as F
-except ImportError:
-    raise UserError("PyTorch is missing: pip install 'eagle3-jax[bridge]'") from None
-
 
 class Reference:
     """One sequence at a time, with a growing key/value cache.
@@ -29,20 +23,24 @@ class Reference:
     """
 
     def __init__(self, directory: str | Path):
+        torch = _torch()
         config = convert.read_config(directory)
         where = f"{directory}/{convert.CONFIG}"
         self.shape = engines.draft_shape(config, where)
         self.weights = _weights(directory, weight_map.their_shapes(self.shape))
         self.target_ids = torch.arange(self.shape.draft_vocab_size) + self.weights[weight_map.D2T].long()
-        self.frequencies, self.factor = _frequencies(config, self.shape.head_dim, where)
+        self.frequencies, self.factor = _frequencies(config, self.shape.head_dim)
         self.reset()
 
     def reset(self) -> None:
+        """Forget the sequence."""
+        torch = _torch()
         self.keys = torch.empty(0, self.shape.num_key_value_heads, self.shape.head_dim)
         self.values, self.carried = self.keys, None
 
     def prefill(self, ids: np.ndarray, aux: np.ndarray) -> dict[str, np.ndarray]:
         """ids int [n], aux float32 [n, num_aux * hidden]: rows 0 .. n-1."""
+        torch = _torch()
         self.reset()
         hidden = torch.from_numpy(np.asarray(aux, np.float32))
         # The engine tells the fused input from a carried state by its width alone.
@@ -62,9 +60,11 @@ class Reference:
         return int(self.target_ids[int(np.argmax(logits))])
 
     def _rows(self, ids, hidden, stages: dict) -> dict[str, np.ndarray]:
-        shape, layer = self.shape, "midlayer"
+        torch, shape, layer = _torch(), self.shape, "midlayer"
         position = torch.arange(len(self.keys), len(self.keys) + len(ids))
-        stages["embedding"] = F.embedding(torch.from_numpy(ids).long(), self.weights[weight_map.EMBEDDING])
+        stages["embedding"] = torch.nn.functional.embedding(
+            torch.from_numpy(ids).long(), self.weights[weight_map.EMBEDDING]
+        )
         stages["input_layernorm"] = self._norm(stages["embedding"], f"{layer}.input_layernorm")
         stages["hidden_norm"] = self._norm(hidden, f"{layer}.hidden_norm")
         both = torch.cat([stages["input_layernorm"], stages["hidden_norm"]], dim=-1)
@@ -78,7 +78,8 @@ class Reference:
         stages["attention"] = self._attend(q, position)
         middle = hidden + self._linear(stages["attention"], f"{layer}.self_attn.o_proj")
         x = self._norm(middle, f"{layer}.post_attention_layernorm")
-        gated = F.silu(self._linear(x, f"{layer}.mlp.gate_proj")) * self._linear(x, f"{layer}.mlp.up_proj")
+        gate, up = (self._linear(x, f"{layer}.mlp.{name}_proj") for name in ("gate", "up"))
+        gated = torch.nn.functional.silu(gate) * up
         out = middle + self._linear(gated, f"{layer}.mlp.down_proj")
         normed = self._norm(out, "norm")
         self.carried = normed if shape.norm_output else out
@@ -92,6 +93,7 @@ class Reference:
         return {name: x.numpy() for name, x in stages.items()}
 
     def _attend(self, q, position):
+        torch = _torch()
         group = self.shape.num_attention_heads // self.shape.num_key_value_heads
         keys = self.keys.repeat_interleave(group, dim=1)
         values = self.values.repeat_interleave(group, dim=1)
@@ -101,20 +103,32 @@ class Reference:
         return torch.einsum("hts,shd->thd", weights, values).flatten(1)
 
     def _linear(self, x, name: str):
-        return F.linear(x, self.weights[f"{name}.weight"])
+        return _torch().nn.functional.linear(x, self.weights[f"{name}.weight"])
 
     def _norm(self, x, name: str):
-        return F.rms_norm(x, x.shape[-1:], self.weights[f"{name}.weight"], self.shape.rms_norm_eps)
+        return _torch().nn.functional.rms_norm(
+            x, x.shape[-1:], self.weights[f"{name}.weight"], self.shape.rms_norm_eps
+        )
 
     def _rotate(self, x, position):
+        torch = _torch()
         angle = torch.outer(position.float(), self.frequencies)[:, None, :]
         cos, sin = angle.cos().repeat(1, 1, 2) * self.factor, angle.sin().repeat(1, 1, 2) * self.factor
         half = x.shape[-1] // 2
         return x * cos + torch.cat([-x[..., half:], x[..., :half]], dim=-1) * sin
 
 
+def _torch():
+    """PyTorch, imported when first computed with: the rest of the bridge works without it."""
+    try:
+        import torch
+    except ImportError:
+        raise UserError("PyTorch is missing: pip install 'eagle3-jax[bridge]'") from None
+    return torch
+
+
 def _weights(directory, wanted: dict[str, tuple[int, ...]]) -> dict:
-    found, out = tensors.open_tensors(directory), {}
+    torch, found, out = _torch(), tensors.open_tensors(directory), {}
     for name, shape in wanted.items():
         if name not in found:
             raise WeightError(f"{directory}: no tensor {name!r}; `bridge check` lists everything")
@@ -125,31 +139,33 @@ def _weights(directory, wanted: dict[str, tuple[int, ...]]) -> dict:
     return out
 
 
-def _frequencies(config: dict, head_dim: int, where: str):
+def _frequencies(config: dict, head_dim: int):
     """Inverse frequencies [head_dim / 2] in float32 and the factor on cos and sin."""
-    theta, scaling = engines.rope_of(config, "rope_parameters") or engines.rope_of(config, "rope_theta")
+    torch = _torch()
+    known = engines.rope_of(config, "rope_parameters") or engines.rope_of(config, "rope_theta")
+    theta, scaling = known or (10_000.0, None)
     inverse = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
     if scaling is None:
         return inverse.float(), 1.0
-    kind = scaling["rope_type"]
-    if kind == "linear":
+    if scaling["rope_type"] == "linear":
         return (inverse / scaling["factor"]).float(), 1.0
-    if kind == "llama3":
-        wavelength, original = 2 * math.pi / inverse, scaling["original_max_position_embeddings"]
-        low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-        slow = inverse / scaling["factor"]
-        smooth = (original / wavelength - low) / (high - low)
-        between = (1 - smooth) * slow + smooth * inverse
-        out = torch.where(wavelength > original / low, slow, inverse)
-        medium = (wavelength <= original / low) & (wavelength >= original / high)
-        return torch.where(medium, between, out).float(), 1.0
-    if kind == "yarn":
+    if scaling["rope_type"] == "yarn":
         return _yarn(inverse, theta, scaling, head_dim)
-    raise WeightError(f"{where}: rope_type {kind!r}; known: {', '.join(engines.ROPE_TYPES)}")
+    return _llama3(inverse, scaling), 1.0
+
+
+def _llama3(inverse, scaling: dict):
+    torch, original = _torch(), scaling["original_max_position_embeddings"]
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    wavelength, slow = 2 * math.pi / inverse, inverse / scaling["factor"]
+    smooth = (original / wavelength - low) / (high - low)
+    out = torch.where(wavelength > original / low, slow, inverse)
+    medium = (wavelength <= original / low) & (wavelength >= original / high)
+    return torch.where(medium, (1 - smooth) * slow + smooth * inverse, out).float()
 
 
 def _yarn(inverse, theta: float, scaling: dict, head_dim: int):
-    factor, original = scaling["factor"], scaling["original_max_position_embeddings"]
+    torch, factor, original = _torch(), scaling["factor"], scaling["original_max_position_embeddings"]
 
     def turns_to_dim(turns: float) -> float:
         return head_dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))

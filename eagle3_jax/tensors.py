@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import ml_dtypes
@@ -43,6 +43,13 @@ class LazyTensor:
         if index is Ellipsis:
             return self._handle.get_tensor(self.name)
         return self._handle.get_slice(self.name)[index]
+
+    def blocks(self, rows: int = 4096) -> Iterator[np.ndarray]:
+        """All of it, some rows at a time."""
+        for i in range(
+            0, self.shape[0], rows
+        ):  # the library's slices, unlike numpy's, end where the tensor does
+            yield self[i : min(i + rows, self.shape[0])]
 
 
 def save(path: str | Path, tensors: Mapping[str, np.ndarray], metadata: dict[str, str] | None = None) -> None:

@@ -48,6 +48,7 @@ def test_slices_of_shards_are_read_without_the_rest(tmp_path):
     opened = tensors.open_tensors(tmp_path)
     np.testing.assert_array_equal(opened["a"][1:3], x[1:3])
     np.testing.assert_array_equal(opened["b"][:, 2:], -x[:, 2:])
+    np.testing.assert_array_equal(np.concatenate(list(opened["a"].blocks(2))), x)
     assert opened["b"].shape == (5, 4) and set(tensors.read(tmp_path)) == {"a", "b"}
 
 

@@ -1,0 +1,116 @@
+"""`bridge`: from a training run to a draft directory that SGLang loads, and the proof that it is the same draft."""
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from eagle3_jax.errors import UserError
+
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)  # fmt: skip
+
+RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="run directory that `eagle3 train` wrote")]
+Directory = Annotated[Path, typer.Argument(metavar="DIR", help="draft directory")]
+Step = Annotated[int | None, typer.Option(help="checkpoint to take; the newest unless given")]
+
+COLOUR = {"error": "red", "warning": "yellow", "note": "cyan"}
+
+
+@app.command()
+def convert(
+    run: RunPath,
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="draft directory to write")],
+    step: Step = None,
+    force: Annotated[bool, typer.Option("--force", help="replace OUT whatever it holds")] = False,
+) -> None:
+    """Export a run's draft for SGLang and print the line that serves it."""
+    from bridge import convert as module
+
+    report = module.convert(run, out, step, force)
+    predicted = report["accept_length"]
+    table = Table(show_header=False, box=None)
+    table.add_row("draft directory", escape(report["directory"]))
+    table.add_row("checkpoint", f"step {report['step']} of {escape(report['run'])}")
+    table.add_row("tensors", f"{report['tensors']} in {report['dtype']}, {report['bytes'] / 1e6:,.1f} MB")
+    table.add_row("predicted accept length", "not evaluated" if predicted is None else f"{predicted:.3f}")
+    console = Console()
+    console.print(table)
+    console.print("\nServe it with SGLang:")
+    print(report["launch"])  # plain, so that it can be copied whatever the terminal's width
+
+
+@app.command()
+def check(
+    directory: Directory,
+    target: Annotated[
+        str | None, typer.Option(help="Hugging Face directory of the target: compare with it")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print the findings as JSON")] = False,
+) -> None:
+    """Will SGLang load every tensor and read the config as meant? Exit code 1 where it will not."""
+    from bridge import check as module
+
+    findings = module.check(directory, target)
+    if as_json:
+        print(json.dumps([dataclasses.asdict(f) for f in findings], indent=2))
+    elif findings:
+        table = Table("", "where", "found", "wanted", "why and what to do")
+        for f in findings:
+            mark = f"[{COLOUR[f.severity]}]{f.severity}[/]"
+            table.add_row(mark, *(escape(text) for text in (f.where, f.found, f.wanted, f.fix)))
+        Console().print(table)
+    errors = sum(f.severity == "error" for f in findings)
+    if not as_json:
+        verdict = f"{errors} errors" if errors else "every tensor loads, the config is consistent"
+        print(f"{directory}: {verdict}")
+    raise typer.Exit(1 if errors else 0)
+
+
+@app.command()
+def parity(
+    run: RunPath,
+    directory: Directory,
+    step: Step = None,
+    seed: Annotated[int, typer.Option(help="of the random tokens and states")] = 0,
+) -> None:
+    """Does DIR compute what RUN's checkpoint computes? Exit code 1, and the first stage that differs, where not."""
+    from bridge import parity as module
+
+    report = module.parity(run, directory, step, seed)
+    table = Table("stage", "max |difference|")
+    for stage, size in report.largest.items():
+        table.add_row(stage, f"{size:.1e}")
+    Console().print(table)
+    rows = " + ".join(str(n) for n in report.prompts)
+    print(
+        f"step {report.step}, {rows} prompt rows and {report.steps} drafting steps each, "
+        f"weights in {report.dtype}, computed in float32, tolerance {module.TOLERANCE:.0e}"
+    )
+    if report.ok:
+        print(f"{directory} computes what {run} computes")
+        return
+    at = report.first
+    print(f"first difference: {at.stage} of the {at.row} (prompt of {at.prompt} rows): {at.size:.1e}")
+    raise typer.Exit(1)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Console entry. What a person can fix is one line and exit code 2; a traceback is a bug."""
+    try:
+        app(args=arguments, prog_name="bridge")
+    except UserError as error:
+        print(f"bridge: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+if __name__ == "__main__":
+    main()
