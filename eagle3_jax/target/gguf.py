@@ -10,10 +10,9 @@ from pathlib import Path
 import gguf
 import numpy as np
 import tokenizers
-from safetensors.numpy import save_file
 from tokenizers import decoders, models, pre_tokenizers, processors
 
-from eagle3_jax import progress
+from eagle3_jax import progress, tensors
 from eagle3_jax.errors import ConfigError
 
 MODEL_TENSORS = {
@@ -67,12 +66,12 @@ def convert(gguf_file: str | Path, out_dir: str | Path) -> Path:
             raise ConfigError(
                 f"{source}: token_embd.weight has {rows} rows for {config['vocab_size']} tokens"
             )
-        save_file(weights, part / "model.safetensors", metadata={"format": "pt"})
+        tensors.save(part / tensors.FILE, weights)
         generation = {k: config[k] for k in ("bos_token_id", "eos_token_id", "pad_token_id") if k in config}
         _write(part / "config.json", config)
         _write(part / "generation_config.json", generation)
         part.chmod(0o755)  # mkdtemp and safetensors leave both to their owner alone
-        (part / "model.safetensors").chmod(0o644)
+        (part / tensors.FILE).chmod(0o644)
         if out.exists():
             shutil.rmtree(out)
         os.rename(part, out)
@@ -97,11 +96,11 @@ class _Metadata:
         return value
 
 
-def _config(meta: _Metadata, tensors: set[str]) -> dict:
+def _config(meta: _Metadata, names: set[str]) -> dict:
     if (arch := meta.need("general.architecture")) != "llama":
         raise ConfigError(f"{meta.source}: GGUF architecture {arch!r} found, 'llama' wanted; {REMEDY}")
     scaling = meta.get("llama.rope.scaling.type", "none")
-    if scaling != "none" or "rope_freqs.weight" in tensors:
+    if scaling != "none" or "rope_freqs.weight" in names:
         # The file holds the scaled frequencies, not the parameters that config.json asks for.
         raise ConfigError(f"{meta.source}: scaled rope cannot be taken from a GGUF file; {REMEDY}")
     heads, width = meta.need("llama.attention.head_count"), meta.need("llama.embedding_length")
@@ -129,7 +128,7 @@ def _config(meta: _Metadata, tensors: set[str]) -> dict:
         "hidden_act": "silu",
         "attention_bias": False,
         "mlp_bias": False,
-        "tie_word_embeddings": "output.weight" not in tensors,
+        "tie_word_embeddings": "output.weight" not in names,
         "dtype": "float32",
         "torch_dtype": "float32",
     }
@@ -152,18 +151,18 @@ def _weights(meta: _Metadata, config: dict) -> dict[str, np.ndarray]:
     }
     for i in range(layers):
         names |= {f"blk.{i}.{k}.weight": f"model.layers.{i}.{v}.weight" for k, v in LAYER_TENSORS.items()}
-    tensors = {t.name: t for t in meta.reader.tensors}
-    if missing := sorted(set(names) - set(tensors)):
+    found = {t.name: t for t in meta.reader.tensors}
+    if missing := sorted(set(names) - set(found)):
         raise ConfigError(f"{meta.source}: tensor {missing[0]!r} is missing ({len(missing)} in all)")
-    if extra := sorted(set(tensors) - set(names)):
+    if extra := sorted(set(found) - set(names)):
         raise ConfigError(f"{meta.source}: tensor {extra[0]!r} is not a plain Llama's; {REMEDY}")
     weights = {}
-    with progress.bar("dequantise", sum(t.n_elements for t in tensors.values()) / 1e6, "M weights") as bar:
-        for name, tensor in tensors.items():
+    with progress.bar("dequantise", sum(t.n_elements for t in found.values()) / 1e6, "M weights") as bar:
+        for name, tensor in found.items():
             x = gguf.quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float32, copy=False)
             if kind := re.fullmatch(r"blk\.\d+\.(attn_[qk])\.weight", name):
                 x = _half_split(x, heads[kind[1]])
-            weights[names[name]] = np.ascontiguousarray(x)
+            weights[names[name]] = x
             bar.advance(x.size / 1e6)
     return weights
 
@@ -184,6 +183,8 @@ def _save_tokenizer(meta: _Metadata, directory: Path) -> None:
         )
     tokens = meta.need("tokenizer.ggml.tokens")
     kinds = meta.get("tokenizer.ggml.token_type", [gguf.TokenType.NORMAL] * len(tokens))
+    if len(kinds) != len(tokens):
+        raise ConfigError(f"{meta.source}: {len(kinds)} token types for {len(tokens)} tokens")
     merges = [tuple(m.split(" ")) for m in meta.need("tokenizer.ggml.merges")]
     tokenizer = tokenizers.Tokenizer(models.BPE({t: i for i, t in enumerate(tokens)}, merges))
     tokenizer.pre_tokenizer = PRE_TOKENIZERS[pre]()
