@@ -110,9 +110,13 @@ def _answers(tokenizer, turns: Turns) -> tuple[str, list[tuple[int, int]]]:
         fixed.append(before)
     fixed.append(rest)
 
-    opening, closing = _generation_prompt(tokenizer), _end_of_turn(tokenizer)
+    opening, lead = _generation_prompt(tokenizer)
+    closing = _end_of_turn(tokenizer)
     # What stands between the generation prompt and the answer (an empty thought, say) is generated, too.
-    heads = [part[: part.rfind(opening) + len(opening)] if opening in part else part for part in fixed[:-1]]
+    heads = [
+        part[: part.rfind(opening) + len(opening)] if opening and opening in part else part.removesuffix(lead)
+        for part in fixed[:-1]
+    ]
     heads.append(fixed[-1])
     bounds, at = [], 0
     for i, content in enumerate(answers):
@@ -141,12 +145,14 @@ def _end(text: str, first: int, thought: str, content: str, following: str) -> i
     return at
 
 
-def _generation_prompt(tokenizer) -> str:
-    """What the template appends to ask for an answer; empty where it appends nothing."""
-    question = (("user", "?"),)
-    plain = _render(tokenizer, question)
-    asking = _render(tokenizer, question, add_generation_prompt=True)
-    return asking.removeprefix(plain) if asking.startswith(plain) else ""
+def _generation_prompt(tokenizer) -> tuple[str, str]:
+    """What the template appends to ask for an answer, and what it writes between that and the answer."""
+    question, mark = ("user", "?"), "\ue000"
+    plain = _render(tokenizer, (question,))
+    asking = _render(tokenizer, (question,), add_generation_prompt=True)
+    before = _render(tokenizer, (question, ("assistant", mark))).partition(mark)[0]
+    opening = asking[len(plain) :] if asking.startswith(plain) else ""
+    return opening, before[len(asking) :] if before.startswith(asking) else ""
 
 
 def _end_of_turn(tokenizer) -> str | None:

@@ -120,7 +120,7 @@ class Batches(Iterator):
         }  # fmt: skip
         # grain takes seeds of 32 bits.
         data = grain.MapDataset.source(rows).seed(seed % 2**32).shuffle().repeat()
-        data = data.map(lambda r: row(source, r, row_length)).batch(batch)
+        data = data.map(lambda r: row(source, r, row_length)).batch(batch, drop_remainder=True)
         self._iterator = iter(data.to_iter_dataset(grain.ReadOptions(min(prefetch, 2), prefetch)))
 
     @property
