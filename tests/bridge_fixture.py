@@ -1,5 +1,6 @@
 """Tiny drafts with random weights, as train.checkpoint.load_draft returns them."""
 
+import functools
 import json
 from types import SimpleNamespace
 
@@ -38,8 +39,7 @@ SHAPES = {
 def draft(name: str = "plain", dtype: str = "bfloat16", target: str = "some/target", seed: int = 0):
     """A draft whose norms are not all ones, so that mixed-up tensors show."""
     shape, rng = DraftShape(**PLAIN | SHAPES[name]), np.random.default_rng(seed)
-    params = _map(lambda x: np.asarray(x) + 0.3 * rng.standard_normal(x.shape, np.float32) * (x.ndim == 1),
-                  model.init(shape, seed)[1])  # fmt: skip
+    params = _map(lambda x: _weight(x.shape, rng), _abstract(shape))
     ids = np.sort(rng.choice(shape.vocab_size, shape.draft_vocab_size, replace=False))
     kind = ml_dtypes.bfloat16 if dtype == "bfloat16" else np.float32
     return SimpleNamespace(
@@ -62,6 +62,17 @@ def edit_config(directory, **fields) -> None:
     path = directory / "config.json"
     config = json.loads(path.read_text()) | fields
     path.write_text(json.dumps({k: v for k, v in config.items() if v is not ...}))
+
+
+@functools.cache
+def _abstract(shape: DraftShape) -> dict:
+    return model.abstract(shape)[1]
+
+
+def _weight(shape: tuple[int, ...], rng) -> np.ndarray:
+    """Norms around one and not all alike; kernels that keep the size of what they multiply, roughly."""
+    x = rng.standard_normal(shape, np.float32)
+    return 1 + 0.3 * x if len(shape) == 1 else x * np.float32(shape[0] ** -0.5)
 
 
 def _map(function, tree):
