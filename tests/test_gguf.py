@@ -20,13 +20,14 @@ from eagle3_jax.target import gguf as ours
 from eagle3_jax.target import shape
 
 LAYERS, WIDTH, FFN, HEADS, KV_HEADS = 2, 128, 192, 4, 2
-SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<file_sep>"]
+WHOLE = "<think>"  # never cut, but text like any other
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
 TEXTS = [
     "", " ", "  \n\n\t x", "Hello, world! It's we'll they'd", "naïve café ÄÖÜß", "日本語のテキスト と 漢字",
     "🤗👩\u200d👩\u200d👧 emoji", "def f(x):\n    return x ** 2  # comment\n", "a\r\nb\rc", "मानक हिन्दी ½ Ⅷ",
     "http://x.y/z?q=a%20b#c", "\x00\x07\ufeff\u200b", "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n",
-    "no<|endoftext|>space", "<|im_start", "e\u0301 combining",
+    "no<|endoftext|>space", "<|im_start", "a<think>b<file_sep>", "e\u0301 combining",
 ]  # fmt: skip
 DIGITS = [
     "1234567",
@@ -50,7 +51,7 @@ def _source_tokenizer(digits: bool) -> tokenizers.Tokenizer:
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=400,
-        special_tokens=SPECIAL,
+        special_tokens=[*SPECIAL, WHOLE],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -108,7 +109,7 @@ def _write(path, tokenizer, model, kind=Kind.F32, pre="smollm", bos=False, chang
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": pre,
         "tokenizer.ggml.tokens": tokens,
-        "tokenizer.ggml.token_type": [3 if t in SPECIAL else 1 for t in tokens],
+        "tokenizer.ggml.token_type": [3 if t in SPECIAL else 4 if t == WHOLE else 1 for t in tokens],
         "tokenizer.ggml.merges": [" ".join(m) for m in json.loads(tokenizer.to_str())["model"]["merges"]],
         "tokenizer.ggml.bos_token_id": 1,
         "tokenizer.ggml.eos_token_id": 2,
@@ -223,7 +224,8 @@ def test_the_tokenizer_equals_transformers_reading_of_the_file(tmp_path):
     assert got.get_vocab() == theirs.get_vocab()
     for name in ("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "chat_template"):
         assert getattr(got, name) == getattr(theirs, name), name
-    assert got.all_special_ids == [1, 2, 0]
+    marked = _ids(got, "a<think>b<file_sep>c")
+    assert got.decode(marked, skip_special_tokens=True) == "a<think>bc"
 
 
 @pytest.mark.parametrize("bos", [True, False])
