@@ -28,6 +28,7 @@ def answers(tok, turns, max_length=None):
         (LLAMA3, ["I am é😀.<|eot|>", "No one<|eot|>"]),
         (INST, [" I am é😀.</s>", "  No one \n</s>"]),
         (THINKING, ["I am é😀.<|im_end|>", "<think>\n\n</think>\n\n No one \n<|im_end|>"]),
+        (PLAIN.replace("'assistant:'", "'assistant: '"), ["I am é😀.", " No one \n\n"]),
         (PLAIN, [" I am é😀.", "  No one \n\n"]),  # one token is the answer's last newline and the template's
     ],
 )
@@ -67,6 +68,8 @@ def test_text_that_looks_like_the_template_moves_no_span():
         ("assistant", "I am"),
     )
     assert answers(tokenizer(CHATML), turns) == [turns[1][1] + "<|im_end|>", "I am<|im_end|>"]
+    trimmed = (("user", "q"), ("assistant", " one<|eot|>two "))
+    assert answers(tokenizer(LLAMA3), trimmed) == ["one<|eot|>two<|eot|>"]
 
 
 def test_a_thought_that_the_template_leaves_out_is_no_target():

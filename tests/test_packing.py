@@ -21,8 +21,9 @@ def test_rows_are_the_same_for_a_seed_and_others_for_another():
     assert len(pack(lengths, 7, 0)) == 4
 
 
-def test_exact_fits_and_nothing():
+def test_the_tightest_fit_is_taken_and_nothing_gives_no_rows():
     assert sorted(map(len, pack([5, 5, 2, 3], 5, 0))) == [1, 1, 2]
+    assert len(pack([7, 6, 3, 2, 2], 10, 0)) == 2
     assert pack([], 5, 0) == []
 
 

@@ -6,7 +6,9 @@ from toy_tokenizer import CHATML, INST, tokenizer
 
 from eagle3_jax import config
 from eagle3_jax.data import chat
+from eagle3_jax.data.conversations import read
 from eagle3_jax.data.prepare import load, prepare
+from eagle3_jax.data.split import held_out
 from eagle3_jax.errors import DataError
 
 PROMPT = "Compose an engaging travel blog post about a recent trip to Hawaii"
@@ -50,6 +52,11 @@ def test_what_is_written_is_what_the_template_encodes(tmp_path, tok):
     bounds = list(zip(found.offsets[:-1], found.offsets[1:], strict=True))
     assert {tuple(found.ids[a:b].tolist()): found.span[a:b].tolist() for a, b in bounds} == wanted
     assert card == found.card
+    source = read(tmp_path / "source.json").conversations
+    held = {
+        tuple(chat.encode(tok, c.turns)[0]) for c, h in zip(source, held_out(source, 0.3), strict=True) if h
+    }
+    assert {tuple(found.ids[a:b]) for (a, b), h in zip(bounds, found.held_out, strict=True) if h} == held
     assert card["conversations"] == 30 == len(found.held_out)
     assert card["tokens"] == len(found.ids) and card["supervised"] == np.count_nonzero(found.span)
     assert card["held_out"]["conversations"] == found.held_out.sum() > 0

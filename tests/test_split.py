@@ -31,6 +31,7 @@ def test_parts_duplicates_and_chains_of_them_never_straddle_the_split():
     members = [(g, c) for g, group in enumerate(groups) for c in group]
     order = np.random.default_rng(0).permutation(len(members))
     side = held_out([members[i][1] for i in order], 0.4)
+    assert held_out([c for _, c in members], 0.4)[order].tolist() == side.tolist()
     by_group = {}
     for i, held in zip(order, side, strict=True):
         by_group.setdefault(members[i][0], set()).add(bool(held))
@@ -48,15 +49,13 @@ def test_the_share_is_as_asked_and_does_not_hang_on_the_order():
 
 
 def test_one_huge_group_is_not_the_validation_set():
-    for opening in ("continue", "go on", "hi", "more", "test", "hello"):
-        chats = [talk(f"c{i}", opening) for i in range(500)] + plain(500)
+    for opening in range(30):
+        chats = [talk(f"c{opening}-{i}", f"continue {opening}") for i in range(200)] + plain(200)
         side = held_out(chats, 0.1)
-        assert not side[:500].any() and 20 < side[500:].sum() < 80
+        assert not side[:200].any() and 5 < side[200:].sum() < 50
 
 
-PROMPT = (
-    "Compose an engaging travel blog post about a recent trip to Hawaii, highlighting cultural experiences"
-)
+PROMPT = "Compose an engaging travel blog post about a recent trip to Hawaii, highlighting cultural events and food"
 
 
 @pytest.mark.parametrize(
@@ -65,8 +64,8 @@ PROMPT = (
         (PROMPT, True),
         (PROMPT.upper().replace(",", " -- "), True),
         ("Please! " + PROMPT + " and must-see attractions", True),
-        (" ".join(PROMPT.split()[:11]) + " and so on", False),  # 4 of its 8 grams: half is allowed
-        (" ".join(PROMPT.split()[:12]) + " and so on", True),
+        (" ".join(PROMPT.split()[:12]) + " and so on", False),  # 5 of its 10 grams: half is allowed
+        (" ".join(PROMPT.split()[:13]) + " and so on", True),
         (" ".join(reversed(PROMPT.split())), False),
         ("x = 3?", True),
         ("So what if x = 3?", False),
@@ -82,8 +81,8 @@ def test_an_evaluation_prompt_is_found_in_any_user_turn(question, hit):
 def test_the_overlap_is_measured_inside_one_turn():
     words = PROMPT.split()
     prompts = EvaluationPrompts([PROMPT])
-    assert prompts.overlap(talk("a", " ".join(words[:11]))) == 4 / 8
-    assert prompts.overlap(talk("a", " ".join(words[:11]), " ".join(words[4:]))) == 4 / 8
+    assert prompts.overlap(talk("a", " ".join(words[:11]))) == 4 / 10
+    assert prompts.overlap(talk("a", " ".join(words[:11]), " ".join(words[7:]))) == 4 / 10
 
 
 def test_training_on_unchecked_or_spoiled_data_is_refused():
