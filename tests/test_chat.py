@@ -95,6 +95,10 @@ def test_end_tokens_are_the_templates_and_the_end_of_text():
         tokenizer(t).convert_ids_to_tokens(chat.end_tokens(tokenizer(t))) for t in (CHATML, LLAMA3, INST)
     ]
     assert names == [["</s>", "<|im_end|>"], ["</s>", "<|eot|>"], ["</s>"]]
+    tok = tokenizer(PLAIN)
+    assert chat.end_tokens(tok) == (tok.eos_token_id,)
+    tok.unk_token = tok.eos_token  # as GPT-2 has it
+    assert chat.end_tokens(tok) == (tok.eos_token_id,)
 
 
 def test_the_fingerprint_follows_vocabulary_and_template():

@@ -44,8 +44,9 @@ def prompt(tokenizer, turns: Turns) -> np.ndarray:
 
 def end_tokens(tokenizer) -> tuple[int, ...]:
     """Ids at which generation stops: the template's end of turn and the end of text, ascending."""
-    ids = {tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids(_end_of_turn(tokenizer) or "")}
-    return tuple(sorted(i for i in ids if i is not None and i != tokenizer.unk_token_id))
+    closing = _end_of_turn(tokenizer)
+    ids = {tokenizer.eos_token_id, closing and tokenizer.convert_tokens_to_ids(closing)}
+    return tuple(sorted(ids - {None}))
 
 
 def fingerprint(tokenizer) -> str:
