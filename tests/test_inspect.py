@@ -56,9 +56,12 @@ def begin(target):
     return tree, origins
 
 
+def unflat(flat, tree):
+    return jax.tree.unflatten(jax.tree.structure(tree), flat.values())
+
+
 def labels_of(tree, freeze):
-    names = manifest.flat(tree)
-    return jax.tree.unflatten(jax.tree.structure(tree), [manifest.expected_label(n, freeze) for n in names])
+    return unflat({name: manifest.expected_label(name, freeze) for name in manifest.flat(tree)}, tree)
 
 
 def only(tree, labels, label):
@@ -72,7 +75,7 @@ def only(tree, labels, label):
 def train(
     run, target, tree, origins, *, freeze=FREEZE, labels=None, decay=0.0, decay_all=0.0, dead=(), noise=0
 ):
-    """Three AdamW steps on random gradients; `dead` leaves get none, `decay_all` sits outside the partition."""
+    """Three steps on random gradients; `dead` leaves get none, `decay_all` sits outside the partition."""
     labels = labels or labels_of(tree, freeze)
     meta = {
         "config": {"train": {"freeze": list(freeze), "run": str(run)}}, "shape": dataclasses.asdict(SHAPE),
@@ -91,15 +94,13 @@ def train(
     if decay_all:
         tx = optax.chain(tx, optax.add_decayed_weights(-decay_all))
     state = tx.init(tree)
-    for step in range(3):
-        keys = jax.random.split(jax.random.key(step + noise), len(manifest.flat(tree)))
-        grads = jax.tree.unflatten(
-            jax.tree.structure(tree),
-            [
-                jnp.zeros_like(x) if path in dead else jax.random.normal(key, x.shape, x.dtype)
-                for key, (path, x) in zip(keys, manifest.flat(tree).items(), strict=True)
-            ],
-        )
+    rng = np.random.default_rng(noise)
+    for _ in range(3):
+        grads = {
+            path: np.zeros(x.shape) if path in dead else rng.normal(size=x.shape)
+            for path, x in manifest.flat(tree).items()
+        }
+        grads = jax.tree.map(lambda g, x: jnp.asarray(g, x.dtype), unflat(grads, tree), tree)
         updates, state = tx.update(grads, state, tree)
         moved = optax.apply_updates(tree, updates)
         tree = jax.tree.map(

@@ -202,11 +202,10 @@ class _Origins:
 
     @functools.cache  # noqa: B019 (one per report)
     def _drawn(self, seed: int) -> dict[str, np.ndarray]:
-        with jax.default_device(jax.local_devices(backend="cpu")[0]):
-            return {
-                k: np.asarray(v)
-                for k, v in manifest.flat({"draft": model.init(self._shape, seed)[1]}).items()
-            }
+        # A run that is still training may hold all of an accelerator's memory.
+        device = None if jax.default_backend() == "cpu" else jax.local_devices(backend="cpu")[0]
+        with jax.default_device(device):
+            return jax.device_get(manifest.flat({"draft": model.init(self._shape, seed)[1]}))
 
     def _random(self, path: str, seed: int) -> tuple[str, list[str]]:
         found, drawn = self._start[path], self._drawn(seed).get(path)

@@ -37,20 +37,17 @@ def _terms(word, position, seed: int):
 
 
 @jax.jit
-def _sums(leaves: list) -> jax.Array:
-    """[len(leaves), 2] uint32. Elementwise work and one integer sum: any mesh gives the same bits."""
-    rows = []
-    for x in leaves:
-        x = x.astype(jnp.uint8) if x.dtype == jnp.bool_ else x
-        width = min(x.dtype.itemsize, 4)
-        # 8-byte types gain an axis of two words, least significant first, as numpy's view has them.
-        word = jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * width}")).astype(jnp.uint32)
-        position, stride = jnp.zeros(word.shape, jnp.uint32), 1
-        for axis in reversed(range(word.ndim)):
-            iota = jax.lax.broadcasted_iota(jnp.uint32, word.shape, axis)
-            position, stride = position + iota * np.uint32(stride & 0xFFFFFFFF), stride * word.shape[axis]
-        rows.append(jnp.stack([jnp.sum(_terms(word, position, s), dtype=jnp.uint32) for s in SEEDS]))
-    return jnp.stack(rows)
+def _sums(x: jax.Array) -> list[jax.Array]:
+    """Two uint32. Elementwise work and an integer sum: any mesh gives the same bits."""
+    x = x.astype(jnp.uint8) if x.dtype == jnp.bool_ else x
+    width = min(x.dtype.itemsize, 4)
+    # 8-byte types gain an axis of two words, least significant first, as numpy's view has them.
+    word = jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * width}")).astype(jnp.uint32)
+    position, stride = jnp.zeros(word.shape, jnp.uint32), 1
+    for axis in reversed(range(word.ndim)):
+        iota = jax.lax.broadcasted_iota(jnp.uint32, word.shape, axis)
+        position, stride = position + iota * np.uint32(stride & 0xFFFFFFFF), stride * word.shape[axis]
+    return [jnp.sum(_terms(word, position, seed), dtype=jnp.uint32) for seed in SEEDS]
 
 
 def _numpy_sums(x: np.ndarray) -> list[int]:
@@ -70,10 +67,10 @@ def _numpy_sums(x: np.ndarray) -> list[int]:
 def digests(tree) -> dict[str, str]:
     """Path -> 16 hex digits of every leaf's bits and their order. Live arrays are summed where they are."""
     leaves = flat(tree)
-    live = {path: x for path, x in leaves.items() if isinstance(x, jax.Array)}
-    sums = dict(zip(live, np.asarray(_sums(list(live.values()))).tolist(), strict=True)) if live else {}
-    sums |= {path: _numpy_sums(np.asarray(x)) for path, x in leaves.items() if path not in live}
-    return {path: "{:08x}{:08x}".format(*sums[path]) for path in leaves}
+    sums = {
+        p: _sums(x) if isinstance(x, jax.Array) else _numpy_sums(np.asarray(x)) for p, x in leaves.items()
+    }
+    return {path: "{:08x}{:08x}".format(*map(int, pair)) for path, pair in jax.device_get(sums).items()}
 
 
 def digest(array: jax.Array | np.ndarray) -> str:
