@@ -1,6 +1,7 @@
 """Does the draft directory compute what the run's checkpoint computes? Flax against PyTorch, through the file."""
 
 import dataclasses
+import functools
 from pathlib import Path
 
 import jax
@@ -105,17 +106,14 @@ class Cached:
     def __init__(self, draft, dtype: np.dtype):
         self.shape, self.d2t = draft.shape, draft.d2t
         self.embedding = draft.embedding.astype(np.float32)
-        graph, _, _ = model.abstract(draft.shape)
+        self.graph, _, _ = model.abstract(draft.shape)
         self.params = jax.tree.map(lambda x: jax.device_put(x.astype(dtype).astype(np.float32)), draft.params)
-        self.fuse = jax.jit(lambda params, aux: model.bind(graph, params).fuse(aux))
-        self.before = jax.jit(lambda params, *x: _before(model.bind(graph, params), *x))
-        self.after = jax.jit(lambda params, *x: _after(model.bind(graph, params), *x))
 
     def prefill(self, ids: np.ndarray, aux: np.ndarray) -> dict[str, np.ndarray]:
         empty = np.zeros((0, self.shape.num_key_value_heads, self.shape.head_dim), np.float32)
         self.keys, self.values = empty, empty
         with jax.default_matmul_precision("highest"):
-            state = np.asarray(self.fuse(self.params, aux[None]))[0]
+            state = np.asarray(_fuse(self.graph, self.params, aux[None]))[0]
         return self._rows(ids, state) | {"fc": state}
 
     def draft(self, token: int) -> dict[str, np.ndarray]:
@@ -129,11 +127,11 @@ class Cached:
         position = np.arange(len(self.keys), len(self.keys) + len(ids), dtype=np.int32)
         embed = self.embedding[ids]
         with jax.default_matmul_precision("highest"):
-            stages = _numpy(self.before(self.params, embed[None], state[None], position[None]))
+            stages = _numpy(_before(self.graph, self.params, embed[None], state[None], position[None]))
             self.keys = np.concatenate([self.keys, stages["k"]])
             self.values = np.concatenate([self.values, stages["v"]])
             attended = self._attend(stages["q"], position)
-            stages |= _numpy(self.after(self.params, state[None], attended[None]))
+            stages |= _numpy(_after(self.graph, self.params, state[None], attended[None]))
         self.carried = stages["carried"]
         stages |= {"embedding": embed, "attention": attended}
         return {name: x.reshape(len(ids), -1) for name, x in stages.items()}
@@ -149,19 +147,27 @@ class Cached:
         return np.einsum("grts,sgh->tgrh", weight_GRTS, self.values).reshape(q_TNH.shape)
 
 
-def _before(draft: model.Draft, embed_BTD, state_BTD, position_BT) -> dict:
+@functools.partial(jax.jit, static_argnums=0)
+def _fuse(graph, params: dict, aux_BTM) -> jax.Array:
+    return model.bind(graph, params).fuse(aux_BTM)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _before(graph, params: dict, embed_BTD, state_BTD, position_BT) -> dict:
+    draft = model.bind(graph, params)
     q, k, v = draft.qkv(embed_BTD, state_BTD, position_BT)
-    layer = draft.midlayer
     return {
-        "input_layernorm": layer.input_layernorm(embed_BTD),
-        "hidden_norm": layer.hidden_norm(state_BTD),
+        "input_layernorm": draft.midlayer.input_layernorm(embed_BTD),
+        "hidden_norm": draft.midlayer.hidden_norm(state_BTD),
         "q": q,
         "k": k,
         "v": v,
     }
 
 
-def _after(draft: model.Draft, state_BTD, attended_BTNH) -> dict:
+@functools.partial(jax.jit, static_argnums=0)
+def _after(graph, params: dict, state_BTD, attended_BTNH) -> dict:
+    draft = model.bind(graph, params)
     out_BTD = draft.finish(state_BTD, attended_BTNH)
     logits_BTU, carried_BTD = draft.head(out_BTD)
     return {

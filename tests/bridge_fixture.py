@@ -30,15 +30,17 @@ SHAPES = {
     "llama3": dict(rope_theta=5e5, rope_scaling=tuple(sorted(LLAMA3.items()))),
     "yarn": dict(rope_scaling=tuple(sorted(YARN.items()))),
     "linear": dict(rope_scaling=(("factor", 2.0), ("rope_type", "linear"))),
+    "two_states": dict(num_aux_hidden_states=2),
     "everything": dict(
         fc_norm=True, norm_output=True, num_key_value_heads=1, rope_scaling=tuple(sorted(LLAMA3.items()))
     ),
 }
+ODD = {"one_state": dict(num_aux_hidden_states=1)}  # engines skip fc
 
 
 def draft(name: str = "plain", dtype: str = "bfloat16", target: str = "some/target", seed: int = 0):
     """A draft whose norms are not all ones, so that mixed-up tensors show."""
-    shape, rng = DraftShape(**PLAIN | SHAPES[name]), np.random.default_rng(seed)
+    shape, rng = DraftShape(**PLAIN | (SHAPES | ODD)[name]), np.random.default_rng(seed)
     params = _map(lambda x: _weight(x.shape, rng), _abstract(shape))
     ids = np.sort(rng.choice(shape.vocab_size, shape.draft_vocab_size, replace=False))
     kind = ml_dtypes.bfloat16 if dtype == "bfloat16" else np.float32
