@@ -97,16 +97,73 @@ def attention(q_BTNH: jax.Array, k_BSGH: jax.Array, v_BSGH: jax.Array, mask_BTS:
 
     mask  B T S  bool  True where the query at T may see the key at S; a row that sees nothing gets the mean
     """
+    return joint_attention(q_BTNH, [(k_BSGH.transpose(0, 2, 3, 1), v_BSGH.transpose(0, 2, 1, 3), mask_BTS)])
+
+
+def joint_attention(q_BTNH: jax.Array, parts: list) -> jax.Array:
+    """One softmax over several sets of keys: (k [B, G, H, S], v [B, G, S, H], mask [B, T, S]) each."""
     B, T, N, H = q_BTNH.shape
-    G = k_BSGH.shape[2]
-    q_BTGRH = q_BTNH.reshape(B, T, G, N // G, H)
-    scores_BGRTS = jnp.einsum("btgrh,bsgh->bgrts", q_BTGRH, k_BSGH, preferred_element_type=jnp.float32)
-    scores_BGRTS = jnp.where(mask_BTS[:, None, None], scores_BGRTS * H**-0.5, -1e30)
-    weights_BGRTS = jax.nn.softmax(scores_BGRTS, axis=-1).astype(v_BSGH.dtype)
-    return jnp.einsum("bgrts,bsgh->btgrh", weights_BGRTS, v_BSGH).reshape(B, T, N, H)
+    G = parts[0][0].shape[1]
+    q_BGRTH = q_BTNH.reshape(B, T, G, N // G, H).transpose(0, 2, 3, 1, 4) * H**-0.5
+    scores = [
+        jnp.where(
+            mask_BTS[:, None, None],
+            jnp.einsum("bgrth,bghs->bgrts", q_BGRTH, k_BGHS, preferred_element_type=jnp.float32),
+            -1e30,
+        )
+        for k_BGHS, _, mask_BTS in parts
+    ]
+    weights = jax.nn.softmax(jnp.concatenate(scores, axis=-1), axis=-1).astype(q_BTNH.dtype)
+    cuts = np.cumsum([s.shape[-1] for s in scores])[:-1]
+    out_BGRTH = sum(
+        jnp.einsum("bgrts,bgsh->bgrth", w, v_BGSH)
+        for w, (_, v_BGSH, _) in zip(jnp.split(weights, cuts, axis=-1), parts, strict=True)
+    )
+    return out_BGRTH.transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
 
 
 def causal_mask(position_BT: jax.Array, segment_BT: jax.Array) -> jax.Array:
     """[B, T, T]: a row sees rows of its own segment at or before its position (packed rows do not mix)."""
     same_BTS = segment_BT[:, :, None] == segment_BT[:, None, :]
     return same_BTS & (position_BT[:, :, None] >= position_BT[:, None, :])
+
+
+def empty_cache(layers: int, batch: int, heads: int, head_dim: int, length: int, dtype) -> dict:
+    """Keys [L, B, G, H, S], so that scores are a plain product along S, and values [L, B, G, S, H]."""
+    return {
+        "k": jnp.zeros((layers, batch, heads, head_dim, length), dtype),
+        "v": jnp.zeros((layers, batch, heads, length, head_dim), dtype),
+    }
+
+
+def write_cache(cache: dict, k_LBGHT: jax.Array, v_LBGTH: jax.Array, start_B: jax.Array) -> dict:
+    """Write T positions per row from `start` on.
+
+    A loop over rows: XLA updates the buffer in place there, while a batched scatter copies it.
+    """
+
+    def row(b, cache):
+        k, v = (jax.lax.dynamic_slice_in_dim(x, b, 1, axis=1) for x in (k_LBGHT, v_LBGTH))
+        return {
+            "k": jax.lax.dynamic_update_slice(
+                cache["k"], k.astype(cache["k"].dtype), (0, b, 0, 0, start_B[b])
+            ),
+            "v": jax.lax.dynamic_update_slice(
+                cache["v"], v.astype(cache["v"].dtype), (0, b, 0, start_B[b], 0)
+            ),
+        }
+
+    return jax.lax.fori_loop(0, len(start_B), row, cache)
+
+
+def cached_attention(q_BTNH, k_BTGH, v_BTGH, k_BGHS, v_BGSH, start_B):
+    """Attention of T new rows over a cache filled below `start` and over themselves, causally.
+
+    Returns attended [B, T, N, H] and what to write: keys [B, G, H, T], values [B, G, T, H].
+    """
+    B, T, S = len(start_B), q_BTNH.shape[1], k_BGHS.shape[3]
+    new_k, new_v = k_BTGH.transpose(0, 2, 3, 1), v_BTGH.transpose(0, 2, 1, 3)
+    before_BTS = jnp.broadcast_to(jnp.arange(S)[None, None] < start_B[:, None, None], (B, T, S))
+    own_BTT = jnp.broadcast_to(jnp.tril(jnp.ones((T, T), bool)), (B, T, T))
+    out = joint_attention(q_BTNH, [(k_BGHS, v_BGSH, before_BTS), (new_k, new_v, own_BTT)])
+    return out, (new_k, new_v)

@@ -14,10 +14,13 @@ from eagle3_jax.layers import (
     RMSNorm,
     attention,
     axes_of,
+    cached_attention,
     causal_mask,
+    empty_cache,
     rms_norm,
     rope,
     rope_frequencies,
+    write_cache,
 )
 from eagle3_jax.target.shape import FAMILIES, TargetShape, check_aux_layers
 
@@ -127,39 +130,36 @@ class Target:
         return (*out, states_LBTD) if every_state else out
 
     def new_cache(self, batch: int, length: int) -> dict:
-        """Empty keys and values, each [L, B, S, G, H]."""
+        """An empty cache of `length` positions (layers.empty_cache)."""
         s = self.shape
-        size = (s.num_hidden_layers, batch, length, s.num_key_value_heads, s.head_dim)
-        return {"k": jnp.zeros(size, self.dtype), "v": jnp.zeros(size, self.dtype)}
+        return empty_cache(s.num_hidden_layers, batch, s.num_key_value_heads, s.head_dim, length, self.dtype)
 
     def decode(self, params: dict, cache: dict, ids_BT, start_B):
         """T more tokens per row from position `start` on; slot S of the cache holds position S.
 
-        A slot is written before any row at or after it looks there, so a rejected draft's keys need no
-        clean-up and right padding needs no mask. Returns (aux [B, T, M], final [B, T, D], cache).
+        Only slots below `start` are seen, so a rejected draft's keys need no clean-up and right padding no
+        mask: both are overwritten before a row gets there. Returns (aux [B, T, M], final [B, T, D], cache).
         """
         position_BT = start_B[:, None] + jnp.arange(ids_BT.shape[1])[None]
-        mask_BTS = position_BT[:, :, None] >= jnp.arange(cache["k"].shape[2])[None, None]
-        rows_B1 = jnp.arange(ids_BT.shape[0])[:, None]
 
         def layer(carry, xs):
-            x_BTD, aux_ABTD, k_LBSGH, v_LBSGH = carry
-            i, weights = xs
-            written = []
+            x_BTD, aux_ABTD = carry
+            i, weights, k_BGHS, v_BGSH = xs
+            new = []
 
             def attend(q_BTNH, k_BTGH, v_BTGH):
-                written.append(k_LBSGH.at[i, rows_B1, position_BT].set(k_BTGH))
-                written.append(v_LBSGH.at[i, rows_B1, position_BT].set(v_BTGH))
-                return attention(q_BTNH, written[0][i], written[1][i], mask_BTS)
+                out_BTNH, written = cached_attention(q_BTNH, k_BTGH, v_BTGH, k_BGHS, v_BGSH, start_B)
+                new.extend(written)
+                return out_BTNH
 
             x_BTD = nnx.merge(self._block, weights)(
                 x_BTD, lambda x: rope(x, position_BT, *self._turn), attend
             )
-            return (x_BTD, self._capture(aux_ABTD, x_BTD, i), *written), None
+            return (x_BTD, self._capture(aux_ABTD, x_BTD, i)), tuple(new)
 
-        carry = (*self._embed(params, ids_BT), cache["k"], cache["v"])
-        (x_BTD, aux_ABTD, k, v), _ = jax.lax.scan(layer, carry, self._layers(params))
-        return *self._outputs(params, x_BTD, aux_ABTD), {"k": k, "v": v}
+        layers = (*self._layers(params), cache["k"], cache["v"])
+        (x_BTD, aux_ABTD), (k, v) = jax.lax.scan(layer, self._embed(params, ids_BT), layers)
+        return *self._outputs(params, x_BTD, aux_ABTD), write_cache(cache, k, v, start_B)
 
     def _embed(self, params, ids_BT):
         x_BTD = params["embed"]["embedding"][ids_BT].astype(self.dtype)

@@ -41,9 +41,9 @@ def load(directory: str | Path, target: Target, mesh: Mesh) -> dict:
     fit is named in one WeightError.
     """
     files = tensors.open_tensors(directory)
-    letters = {a: n for a, n in _sizes(target).items()}
+    letters = _sizes(target)
     problems, used = [], set()
-    for path, leaf in jax.tree.leaves_with_path(target.abstract):
+    for path, _ in jax.tree.leaves_with_path(target.abstract):
         row = ROWS[jax.tree_util.keystr(path, simple=True, separator="/")]
         for name in _names(row, target.shape.num_hidden_layers):
             used.add(name)
@@ -52,7 +52,6 @@ def load(directory: str | Path, target: Target, mesh: Mesh) -> dict:
                 problems.append(f"{name}: missing, wanted {want}")
             elif tuple(files[name].shape) != want:
                 problems.append(f"{name}: shape {tuple(files[name].shape)}, wanted {want}")
-        del leaf
     tied = {"lm_head.weight"} if target.shape.tie_word_embeddings else set()
     for name in set(files) - used - tied:
         if not name.endswith(DROPPED):

@@ -1,0 +1,210 @@
+"""Greedy speculative decoding with a chain of drafts, batched and jitted, as SGLang runs it with topk 1.
+
+One round: the target verifies [bonus, d_1 .. d_K]; the leading drafts that equal its argmax are accepted and its
+argmax after them is the next bonus; the draft then re-reads the verified rows with real target states
+("extend") and drafts K tokens on its own states. The draft's keys of drafted rows are scratch.
+
+Row n-1 of the draft reads the embedding of x[n] and the target states of x[n-1]; n counts the tokens that the
+target has in its cache, x[n] is the bonus.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from eagle3_jax.draft import model
+from eagle3_jax.layers import cached_attention, empty_cache, write_cache
+from eagle3_jax.target.model import Target
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["params", "embedding_VD", "d2t"],
+    meta_fields=["graph"],
+)
+@dataclasses.dataclass(frozen=True)
+class DraftWeights:
+    """A draft as serving needs it."""
+
+    graph: nnx.GraphDef
+    params: dict  # tree of draft/model.py
+    embedding_VD: jax.Array
+    d2t: jax.Array  # [U] int32 offsets
+
+
+@dataclasses.dataclass
+class Round:
+    """One verify step of one prompt. `n`: tokens in the target's cache before it; the drafting row is n-1."""
+
+    n: int
+    bonus: int
+    drafts: list[int]
+    accepted: int
+    emitted: list[int]  # accepted drafts and the new bonus
+
+
+@dataclasses.dataclass
+class Answer:
+    """What decoding one prompt gave. `tokens` end with the end token or at max_new_tokens."""
+
+    tokens: list[int]
+    rounds: list[Round]
+    scores: list[tuple[float, int, float]]  # per token: its logit, the runner-up and the runner-up's logit
+
+
+def _draft_rows(draft: model.Draft, weights, cache, ids_BT, state_BTD, start_B):
+    """Run the draft's layer on T rows from position `start` on; returns logits, states, cache."""
+    embed_BTD = weights.embedding_VD[ids_BT].astype(state_BTD.dtype)
+    position_BT = start_B[:, None] + jnp.arange(ids_BT.shape[1])[None]
+    q, k, v = draft.qkv(embed_BTD, state_BTD, position_BT)
+    attended, (k, v) = cached_attention(q, k, v, cache["k"][0], cache["v"][0], start_B)
+    cache = write_cache(cache, k[None], v[None], start_B)
+    logits_BTU, state_BTD = draft.head(draft.finish(state_BTD, attended))
+    return logits_BTU, state_BTD, cache
+
+
+def extend_and_draft(weights: DraftWeights, cache, ids_BT, aux_BTM, start_B, pick_B, steps: int):
+    """Read T verified rows (next tokens `ids`, target states `aux`), then draft `steps` tokens after row `pick`.
+
+    Returns (drafts [B, steps], cache).
+    """
+    draft = model.bind(weights.graph, weights.params)
+    rows = jnp.arange(len(start_B))
+    logits_BTU, state_BTD, cache = _draft_rows(draft, weights, cache, ids_BT, draft.fuse(aux_BTM), start_B)
+    logits_BU, state_B1D = logits_BTU[rows, pick_B], state_BTD[rows, pick_B][:, None]
+    position_B = start_B + pick_B + 1
+    drafts = []
+    for j in range(steps):
+        best_B = jnp.argmax(logits_BU, axis=-1)
+        drafts.append(best_B + weights.d2t[best_B])
+        if j + 1 < steps:
+            logits_B1U, state_B1D, cache = _draft_rows(
+                draft, weights, cache, drafts[-1][:, None], state_B1D, position_B + j
+            )
+            logits_BU = logits_B1U[:, 0]
+    return jnp.stack(drafts, axis=1).astype(jnp.int32), cache
+
+
+def _best_two(logits_BTV):
+    """Argmax, its logit, the runner-up and its logit, each [B, T]."""
+    best = jnp.argmax(logits_BTV, axis=-1)
+    top = jnp.max(logits_BTV, axis=-1)
+    rest = jnp.where(jnp.arange(logits_BTV.shape[-1])[None, None] == best[..., None], -jnp.inf, logits_BTV)
+    return best.astype(jnp.int32), top, jnp.argmax(rest, axis=-1).astype(jnp.int32), jnp.max(rest, axis=-1)
+
+
+class Speculator:
+    """Compiled prefill and round for one target, one draft structure and one chain length."""
+
+    def __init__(self, target: Target, steps: int):
+        self.target, self.steps = target, steps
+        self._prefill = jax.jit(self._prefill_impl, donate_argnames=("cache", "draft_cache"))
+        self._round = jax.jit(self._round_impl, donate_argnames="state")
+
+    def _prefill_impl(self, target_params, weights, cache, draft_cache, ids_BT, n_B, zero_B):
+        # `zero_B` is an argument because XLA would spend seconds folding what constants make of the empty caches.
+        rows = jnp.arange(len(n_B))
+        aux, final, cache = self.target.decode(target_params, cache, ids_BT, zero_B)
+        two = _best_two(self.target.logits(target_params, final[rows, n_B - 1][:, None]))
+        bonus_B = two[0][:, 0]
+        next_BT = jnp.pad(ids_BT[:, 1:], ((0, 0), (0, 1))).at[rows, n_B - 1].set(bonus_B)
+        drafts, draft_cache = extend_and_draft(
+            weights, draft_cache, next_BT, aux, zero_B, n_B - 1, self.steps
+        )
+        state = dict(cache=cache, draft_cache=draft_cache, n=n_B, bonus=bonus_B, drafts=drafts)
+        return state, two
+
+    def _round_impl(self, target_params, weights, state, active_B):
+        ids_BT = jnp.concatenate([state["bonus"][:, None], state["drafts"]], axis=1)
+        aux, final, cache = self.target.decode(target_params, state["cache"], ids_BT, state["n"])
+        two = _best_two(self.target.logits(target_params, final))
+        truth_BT = two[0]
+        right_BK = (state["drafts"] == truth_BT[:, :-1]).astype(jnp.int32)
+        accepted_B = jnp.sum(jnp.cumprod(right_BK, axis=1), axis=1)
+        drafts, draft_cache = extend_and_draft(
+            weights, state["draft_cache"], truth_BT, aux, state["n"], accepted_B, self.steps
+        )
+        bonus_B = jnp.take_along_axis(truth_BT, accepted_B[:, None], axis=1)[:, 0]
+        # A finished row repeats its last round: its positions must not run past the cache.
+        new = dict(
+            cache=cache, draft_cache=draft_cache, n=jnp.where(active_B, state["n"] + accepted_B + 1, state["n"]),
+            bonus=jnp.where(active_B, bonus_B, state["bonus"]),
+            drafts=jnp.where(active_B[:, None], drafts, state["drafts"]),
+        )  # fmt: skip
+        return new, (accepted_B, ids_BT[:, 1:], *two)
+
+    def batch(self, target_params, weights: DraftWeights, prompts: Sequence[Sequence[int]], length: int):
+        """Start one batch: (state, first tokens). `length` is the size of the caches."""
+        width = -(-max(map(len, prompts)) // BUCKET) * BUCKET
+        ids_BT = np.zeros((len(prompts), width), np.int32)
+        for row, prompt in zip(ids_BT, prompts, strict=True):
+            row[: len(prompt)] = prompt
+        B, shape = len(prompts), model.bind(weights.graph, weights.params).shape
+        draft_cache = empty_cache(1, B, shape.num_key_value_heads, shape.head_dim, length, self.target.dtype)
+        n_B = np.array([*map(len, prompts)], np.int32)
+        cache = self.target.new_cache(B, length)
+        return self._prefill(target_params, weights, cache, draft_cache, ids_BT, n_B, np.zeros(B, np.int32))
+
+    def round(self, target_params, weights, state, active_B):
+        return self._round(target_params, weights, state, active_B)
+
+
+BUCKET = 64  # prompt and cache lengths are rounded up to this, so that few shapes are compiled
+
+
+def decode(
+    speculator: Speculator, target_params: dict, weights: DraftWeights, prompts: Sequence[Sequence[int]], *,
+    max_new_tokens: int, end_tokens: Sequence[int], batch: int, advance: Callable[[int], None] = lambda n: None,
+) -> list[Answer]:  # fmt: skip
+    """Decode all prompts, `batch` at a time, those of like length together; answers in the prompts' order.
+
+    `advance(tokens)` is told of every round's new tokens.
+    """
+    answers: dict[int, Answer] = {}
+    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+    for start in range(0, len(order), batch):
+        chosen = order[start : start + batch]
+        # A short last batch is filled up with its last prompt, so that it has the shape of the others.
+        filled = [prompts[i] for i in chosen] + [prompts[chosen[-1]]] * (batch - len(chosen))
+        room = max(map(len, filled)) + BUCKET + max_new_tokens + 2 * speculator.steps + 2
+        state, two = speculator.batch(target_params, weights, filled, -(-room // BUCKET) * BUCKET)
+        two = jax.device_get(two)
+        ends = set(end_tokens)
+        found = [Answer([int(two[0][b, 0])], [], [_score(two, b, 0)]) for b in range(len(chosen))]
+        while any(active := [not _done(a, ends, max_new_tokens) for a in found]):
+            before, bonus = jax.device_get((state["n"], state["bonus"]))
+            mask_B = np.array(active + [False] * (batch - len(chosen)))
+            state, out = speculator.round(target_params, weights, state, mask_B)
+            accepted, drafts, *two = jax.device_get(out)
+            new = 0
+            for b, answer in enumerate(found):
+                if active[b]:
+                    a = int(accepted[b])
+                    emitted = two[0][b, : a + 1].tolist()
+                    answer.rounds.append(Round(int(before[b]), int(bonus[b]), drafts[b].tolist(), a, emitted))
+                    kept = _cut(emitted, ends, max_new_tokens - len(answer.tokens))
+                    answer.tokens += kept
+                    answer.scores += [_score(two, b, t) for t in range(len(kept))]
+                    new += len(kept)
+            advance(new)
+        answers |= dict(zip(chosen, found, strict=True))
+    return [answers[i] for i in range(len(prompts))]
+
+
+def _score(two, b: int, t: int) -> tuple[float, int, float]:
+    return float(two[1][b, t]), int(two[2][b, t]), float(two[3][b, t])
+
+
+def _done(answer: Answer, ends: set[int], limit: int) -> bool:
+    return len(answer.tokens) >= limit or answer.tokens[-1] in ends
+
+
+def _cut(tokens: list[int], ends: set[int], room: int) -> list[int]:
+    """The tokens up to the end token, which stays, or up to the limit."""
+    stop = next((i + 1 for i, t in enumerate(tokens) if t in ends), len(tokens))
+    return tokens[: min(stop, room)]
