@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from eagle3_jax.errors import UserError
 
@@ -63,7 +63,9 @@ def check(
     if as_json:
         print(json.dumps([dataclasses.asdict(f) for f in findings], indent=2))
     elif findings:
-        table = Table("", "where", "found", "wanted", "why and what to do")
+        table = Table(
+            *(Column(name, overflow="fold") for name in ("", "where", "found", "wanted", "why, what to do"))
+        )
         for f in findings:
             mark = f"[{COLOUR[f.severity]}]{f.severity}[/]"
             table.add_row(mark, *(escape(text) for text in (f.where, f.found, f.wanted, f.fix)))
@@ -92,8 +94,8 @@ def parity(
     Console().print(table)
     rows = " + ".join(str(n) for n in report.prompts)
     print(
-        f"step {report.step}, {rows} prompt rows and {report.steps} drafting steps each, "
-        f"weights in {report.dtype}, computed in float32, tolerance {module.TOLERANCE:.0e}"
+        f"compared: step {report.step}, {rows} prompt rows and {report.steps} drafting steps each, "
+        f"weights in {report.dtype}, computed in float32, logits within {module.TOLERANCE:.0e}, same proposals"
     )
     if report.ok:
         print(f"{directory} computes what {run} computes")

@@ -67,6 +67,12 @@ def write(draft, run: str | Path, out: str | Path, force: bool = False) -> dict:
 def weights_of(draft) -> dict[str, np.ndarray]:
     """Every tensor of the directory. Raises WeightError."""
     shape, dtype = draft.shape, DTYPES[draft.meta["config"]["target"]["dtype"]]
+    for path, leaf in draft.meta["manifest"]["leaves"].items():
+        if path.startswith("embedding/") and leaf["label"] != "frozen":
+            raise WeightError(
+                f"{path} was trained, but {engines.SGLANG} serves a draft with the target's own embedding: "
+                "the draft would compute something else; freeze it (train.freeze)"
+            )
     if draft.embedding.shape != (wanted := (shape.vocab_size, shape.hidden_size)):
         raise WeightError(
             f"the draft's embedding is {list(draft.embedding.shape)}, the target's {list(wanted)} wanted: "
@@ -93,7 +99,7 @@ def config_of(draft, run: Path, accept_length: float | None) -> dict:
     """config.json of the directory."""
     shape, meta = draft.shape, draft.meta
     dtype = meta["config"]["target"]["dtype"]
-    manifest = meta["manifest"]
+    facts = meta["manifest"]["facts"]
     return {
         "architectures": [engines.ARCHITECTURE],
         "model_type": engines.MODEL_TYPE,
@@ -122,8 +128,8 @@ def config_of(draft, run: Path, accept_length: float | None) -> dict:
             "exporter": f"eagle3-jax {eagle3_jax.__version__}",
             "target": meta["target"]["path"],
             "target_weights_digest": meta["target"]["weights_digest"],
-            "tokenizer_hash": manifest.get("tokenizer_hash"),
-            "data_fingerprint": manifest.get("data", {}).get("fingerprint"),
+            "tokenizer_hash": facts.get("tokenizer_hash"),
+            "data_fingerprint": facts.get("data", {}).get("fingerprint"),
             "run": str(run),
             "step": draft.step,
             "predicted_accept_length": accept_length,

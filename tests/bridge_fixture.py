@@ -54,7 +54,10 @@ def draft(name: str = "plain", dtype: str = "bfloat16", target: str = "some/targ
             "config": {"target": {"path": target, "dtype": dtype}},
             "target": {"path": target, "shape": {}, "weights_digest": "abc"},
             "aux_layers": [1, 3, 4, 5][: shape.num_aux_hidden_states],
-            "manifest": {"data": {"fingerprint": "def"}, "tokenizer_hash": "123"},
+            "manifest": {
+                "leaves": {"embedding/embedding": {"label": "frozen"}, "draft/fc/kernel": {"label": "train"}},
+                "facts": {"data": {"fingerprint": "def"}, "tokenizer_hash": "123"},
+            },
         },
     )
 

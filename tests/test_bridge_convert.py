@@ -185,6 +185,13 @@ def test_an_impossible_vocabulary_map_or_width_is_refused(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_a_trained_embedding_is_refused_because_the_engine_would_not_use_it(tmp_path):
+    draft = fixture.draft()
+    draft.meta["manifest"]["leaves"]["embedding/embedding"]["label"] = "train"
+    with pytest.raises(WeightError, match="embedding/embedding was trained, but SGLang"):
+        convert.write(draft, "run", tmp_path / "out")
+
+
 def test_a_run_is_exported_from_its_checkpoint_path_alone(tmp_path):
     draft, run = fixture.draft("fc_norm"), tmp_path / "run"
     meta = draft.meta | {"shape": dataclasses.asdict(draft.shape)}

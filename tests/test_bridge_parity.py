@@ -24,7 +24,7 @@ def test_export_and_checkpoint_agree(name, dtype, tmp_path):
     report = parity.compare(draft, tmp_path / "draft")
     assert report.ok and report.steps == 7 and len(report.prompts) == 3
     assert set(report.largest) == set(parity.STAGES)
-    assert max(report.largest.values()) <= 1e-4
+    assert max(report.largest.values()) <= 1e-4  # absolute: the states of these tiny drafts are small
 
 
 @pytest.mark.parametrize("name", CASES)
