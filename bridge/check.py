@@ -257,18 +257,9 @@ def _vocabulary(found: dict[str, LazyTensor], shape: DraftShape) -> Iterator[Fin
     if listed is not None and np.array_equal(np.sort(ids), listed):
         return
     in_range = ids.min() >= 0 and ids.max() < full
-    absolute = (
-        np.array_equal(np.sort(offsets), listed)
-        if listed is not None and len(listed) == len(offsets)
-        else not in_range
-        and offsets.min() >= 0
-        and offsets.max() < full
-        and len(np.unique(offsets)) == len(offsets)
-    )
-    if absolute:
-        yield Finding(
-            "error", D2T, "absolute target ids", "offsets: target id - draft id", "subtract arange(len(d2t))"
-        )
+    if _absolute(offsets, listed, full, in_range):
+        yield Finding("error", D2T, "absolute target ids", "offsets: target id - draft id",
+                      "subtract arange(len(d2t))")  # fmt: skip
     elif not in_range:
         yield Finding("error", D2T, f"target ids {ids.min()} .. {ids.max()}", f"within 0 .. {full - 1}",
                       "d2t holds offsets: target id = draft id + d2t")  # fmt: skip
@@ -281,6 +272,13 @@ def _vocabulary(found: dict[str, LazyTensor], shape: DraftShape) -> Iterator[Fin
         differ = len(np.setxor1d(ids, listed))
         yield Finding("error", T2D, f"disagrees with d2t on {differ} target ids", "true exactly at d2t's ids",
                       "derive it: t2d[arange(len(d2t)) + d2t] = True")  # fmt: skip
+
+
+def _absolute(d2t: np.ndarray, listed: np.ndarray | None, full: int, in_range: bool) -> bool:
+    """Whether d2t holds target ids: those of t2d or, where that says nothing, ids that as offsets lead too far."""
+    if listed is not None and len(listed) == len(d2t):
+        return np.array_equal(np.sort(d2t), listed)
+    return not in_range and d2t.min() >= 0 and d2t.max() < full and len(np.unique(d2t)) == len(d2t)
 
 
 def _beside(config: dict, served: TargetShape) -> Iterator[Finding]:

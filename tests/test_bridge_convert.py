@@ -84,6 +84,8 @@ def test_transformers_reads_the_config_as_meant(name, tmp_path):
         "draft_vocab_size", "max_position_embeddings", "rms_norm_eps", "fc_norm", "norm_output",
     ):  # fmt: skip
         assert getattr(read, key) == getattr(draft.shape, key), key
+    written = convert.read_config(tmp_path / "out")
+    assert written["rope_theta"] == written["rope_parameters"]["rope_theta"] == draft.shape.rope_theta
     scaling = dict(draft.shape.rope_scaling or {"rope_type": "default"})
     assert read.rope_parameters == scaling | {"rope_theta": draft.shape.rope_theta}
     if scaling["rope_type"] != "default":
