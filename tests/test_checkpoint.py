@@ -32,7 +32,7 @@ META = {
 
 def params():
     rng = np.random.default_rng(0)
-    weights = {"fc": rng.normal(size=(8, 4)), "lm_head": rng.normal(size=(4, 8))}
+    weights = {"fc": rng.normal(size=(64, 40)), "lm_head": rng.normal(size=(4, 8))}
     return {"draft": {k: {"kernel": jnp.asarray(v, jnp.float32)} for k, v in weights.items()}}
 
 
@@ -201,10 +201,10 @@ def test_no_whole_step_is_an_error_and_never_a_silent_beginning(copy):
     ("change", "message"),
     [
         (lambda p: p["draft"]["fc"].update(kernel=p["draft"]["fc"]["kernel"].astype(jnp.bfloat16)),
-         r"'draft/fc/kernel' holds float32 \[8, 4\], bfloat16 \[8, 4\] wanted"),
+         r"'draft/fc/kernel' holds float32 \[64, 40\], bfloat16 \[64, 40\] wanted"),
         (lambda p: p["draft"]["fc"].update(kernel=p["draft"]["fc"]["kernel"].T),
-         r"'draft/fc/kernel' holds float32 \[8, 4\], float32 \[4, 8\] wanted"),
-        (lambda p: p["draft"].pop("fc"), r"'draft/fc/kernel' holds float32 \[8, 4\], nothing wanted"),
+         r"'draft/fc/kernel' holds float32 \[64, 40\], float32 \[40, 64\] wanted"),
+        (lambda p: p["draft"].pop("fc"), r"'draft/fc/kernel' holds float32 \[64, 40\], nothing wanted"),
         (lambda p: p["draft"].update(norm=jnp.ones(2)), r"'draft/norm' holds nothing, float32 \[2\] wanted"),
     ],
 )  # fmt: skip
