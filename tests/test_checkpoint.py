@@ -135,8 +135,8 @@ def test_what_the_loop_does_next_does_not_reach_the_step_being_written(tmp_path)
     donate = jax.jit(lambda t: jax.tree.map(lambda x: x * 0 + 7, t), donate_argnums=0)
     with checkpoint.Steps(tmp_path, keep=1) as steps:
         steps.save(1, tree, opt, data_state, META)
-        donate(tree)
         data_state["row"] = 2
+        donate(tree)
         got, _, row, _ = steps.restore(1, params(), opt)
     same(jax.tree.map(np.asarray, got), wanted)
     assert row == {"row": 1}
