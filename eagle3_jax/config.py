@@ -33,7 +33,7 @@ class Data(Section):
     held_out: float = pydantic.Field(default=0.02, ge=0, lt=1)
     answers: Literal["data", "target"] = "data"  # "target": its own greedy answers to the first user turns
     max_new_tokens: pydantic.PositiveInt = 128  # length of those answers
-    evaluation_prompts: str | None = None  # refused in training data; None: the built-in MT-bench
+    answer_batch: pydantic.PositiveInt = 64  # prompts that are answered together
 
 
 class Draft(Section):
@@ -86,7 +86,7 @@ class MeshSize(Section):
 
 
 class Evaluate(Section):
-    prompts: str | None = None  # JSONL of prompts; None: the built-in MT-bench first turns
+    prompts: str | None = None  # JSONL; None: MT-bench's first turns. Training data that hold one are refused
     max_prompts: pydantic.PositiveInt | None = None
     max_new_tokens: pydantic.PositiveInt = 96
     steps: pydantic.PositiveInt = 3  # chain: steps-1-(steps+1) in SGLang's flags
@@ -110,6 +110,8 @@ class RunConfig(Section):
             raise ConfigError(
                 f"train.batch={self.train.batch} does not divide into train.micro_batches={self.train.micro_batches}"
             )
+        if self.train.warmup >= self.train.steps:
+            raise ConfigError(f"train.warmup={self.train.warmup} must be less than train.steps={self.train.steps}")
         if self.data.max_length > self.train.row_length:
             raise ConfigError(
                 f"data.max_length={self.data.max_length} exceeds train.row_length={self.train.row_length}"
@@ -167,6 +169,14 @@ def from_dict(tree: dict, where: str = "config") -> RunConfig:
         raise ConfigError(f"{where}: {error}") from None
     except pydantic.ValidationError as error:
         raise ConfigError(f"{where}: {_first(error)}") from None
+
+
+def override(config: RunConfig, items: Sequence[str]) -> RunConfig:
+    """The configuration with `section.key=value` overrides applied. Raises ConfigError."""
+    tree = to_dict(config)
+    for item in items:
+        _override(tree, item)
+    return from_dict(tree, where="override")
 
 
 def to_dict(config: RunConfig) -> dict:

@@ -24,7 +24,7 @@ from eagle3_jax.target.model import Target
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["params", "embedding_VD", "d2t"],
+    data_fields=["params", "embedding", "d2t"],
     meta_fields=["graph"],
 )
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +33,7 @@ class DraftWeights:
 
     graph: nnx.GraphDef
     params: dict  # tree of draft/model.py
-    embedding_VD: jax.Array
+    embedding: jax.Array
     d2t: jax.Array  # [U] int32 offsets
 
 
@@ -59,7 +59,7 @@ class Answer:
 
 def _draft_rows(draft: model.Draft, weights, cache, ids_BT, state_BTD, start_B):
     """Run the draft's layer on T rows from position `start` on; returns logits, states, cache."""
-    embed_BTD = weights.embedding_VD[ids_BT].astype(state_BTD.dtype)
+    embed_BTD = weights.embedding[ids_BT].astype(state_BTD.dtype)
     position_BT = start_B[:, None] + jnp.arange(ids_BT.shape[1])[None]
     q, k, v = draft.qkv(embed_BTD, state_BTD, position_BT)
     attended, (k, v) = cached_attention(q, k, v, cache["k"][0], cache["v"][0], start_B)
@@ -140,21 +140,29 @@ class Speculator:
 
     def batch(self, target_params, weights: DraftWeights, prompts: Sequence[Sequence[int]], length: int):
         """Start one batch: (state, first tokens). `length` is the size of the caches."""
-        width = -(-max(map(len, prompts)) // BUCKET) * BUCKET
-        ids_BT = np.zeros((len(prompts), width), np.int32)
-        for row, prompt in zip(ids_BT, prompts, strict=True):
-            row[: len(prompt)] = prompt
+        ids_BT, n_B = pad_prompts(prompts)
         B, shape = len(prompts), model.bind(weights.graph, weights.params).shape
         draft_cache = empty_cache(1, B, shape.num_key_value_heads, shape.head_dim, length, self.target.dtype)
-        n_B = np.array([*map(len, prompts)], np.int32)
         cache = self.target.new_cache(B, length)
-        return self._prefill(target_params, weights, cache, draft_cache, ids_BT, n_B, np.zeros(B, np.int32))
+        return self._prefill(target_params, weights, cache, draft_cache, ids_BT, n_B, np.zeros_like(n_B))
 
     def round(self, target_params, weights, state, active_B):
         return self._round(target_params, weights, state, active_B)
 
 
 BUCKET = 64  # prompt and cache lengths are rounded up to this, so that few shapes are compiled
+
+
+def bucket(length: int) -> int:
+    return -(-length // BUCKET) * BUCKET
+
+
+def pad_prompts(prompts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
+    """Ids padded on the right [B, T], T a multiple of BUCKET, and lengths [B]; int32."""
+    ids_BT = np.zeros((len(prompts), bucket(max(map(len, prompts)))), np.int32)
+    for row, prompt in zip(ids_BT, prompts, strict=True):
+        row[: len(prompt)] = prompt
+    return ids_BT, np.array([*map(len, prompts)], np.int32)
 
 
 def decode(
@@ -171,8 +179,8 @@ def decode(
         chosen = order[start : start + batch]
         # A short last batch is filled up with its last prompt, so that it has the shape of the others.
         filled = [prompts[i] for i in chosen] + [prompts[chosen[-1]]] * (batch - len(chosen))
-        room = max(map(len, filled)) + BUCKET + max_new_tokens + 2 * speculator.steps + 2
-        state, two = speculator.batch(target_params, weights, filled, -(-room // BUCKET) * BUCKET)
+        room = bucket(max(map(len, filled))) + max_new_tokens + 2 * speculator.steps + 2
+        state, two = speculator.batch(target_params, weights, filled, bucket(room))
         two = jax.device_get(two)
         ends = set(end_tokens)
         found = [Answer([int(two[0][b, 0])], [], [_score(two, b, 0)]) for b in range(len(chosen))]

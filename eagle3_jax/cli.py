@@ -1,0 +1,117 @@
+"""`eagle3`: prepare | capture | train | evaluate | inspect | demo."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import click
+import typer
+from rich.console import Console
+
+from eagle3_jax import config as configuration
+from eagle3_jax.errors import UserError
+
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
+    help="Train EAGLE-3 drafts in JAX. Commands take a configuration file and section.key=value overrides.",
+)  # fmt: skip
+
+Config = Annotated[Path, typer.Argument(help="YAML file, e.g. configs/demo.yaml")]
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="section.key=value", help="override settings")]
+Run = Annotated[Path, typer.Argument(help="run directory")]
+
+
+def _load(config: Path, overrides: list[str] | None):
+    return configuration.load(config, overrides or ())
+
+
+@app.command()
+def prepare(
+    config: Config, overrides: Overrides = None,
+    preview: Annotated[int, typer.Option(help="print this many conversations, supervised tokens coloured")] = 0,
+    strict: Annotated[bool, typer.Option("--strict", help="refuse a damaged file")] = False,
+):  # fmt: skip
+    """Conversations to tokens: chat template, loss mask, held-out split."""
+    from eagle3_jax import commands
+
+    loaded = _load(config, [*(overrides or ()), *(["data.strict=true"] if strict else [])])
+    card = commands.prepare_data(loaded)
+    console = Console()
+    console.print(commands.describe(card), highlight=False, soft_wrap=True)
+    for text in commands.previews(loaded, preview):
+        console.rule()
+        console.print(text)
+
+
+@app.command()
+def capture(config: Config, overrides: Overrides = None):
+    """Run the target over the prepared data once and store its features."""
+    from eagle3_jax import commands
+
+    loaded = _load(config, overrides)
+    card = commands.capture(loaded).card
+    print(
+        f"captured {card['conversations']:,} conversations, {card['tokens']:,} tokens in {loaded.store.path}"
+    )
+
+
+@app.command()
+def train(config: Config, overrides: Overrides = None):
+    """Train the draft; goes on where the run directory stands."""
+    from eagle3_jax.train.loop import train as run
+
+    print(f"trained: {run(_load(config, overrides))}")
+
+
+@app.command()
+def evaluate(
+    run: Run, overrides: Overrides = None,
+    step: Annotated[int | None, typer.Option(help="checkpoint; 0 is the untrained draft")] = None,
+    as_json: Annotated[bool, typer.Option("--json")] = False,
+):  # fmt: skip
+    """Accept length, by speculative decoding as the server does it."""
+    from eagle3_jax import commands
+
+    result = commands.evaluate(run, tuple(overrides or ()), step, write=step is None)
+    print(json.dumps(result, indent=2) if as_json else commands.describe_evaluation(result))
+
+
+@app.command()
+def inspect(
+    run: Run,
+    step: Annotated[int | None, typer.Option(help="checkpoint; newest unless told")] = None,
+    as_json: Annotated[bool, typer.Option("--json")] = False,
+):
+    """What was frozen, what moved, from what: exit code 1 if anything is not as it should be."""
+    from eagle3_jax.train.inspect import inspect as look
+
+    report = look(run, step)
+    if as_json:
+        print(json.dumps(report.to_dict(), indent=2))
+    else:
+        report.render(Console())
+    raise typer.Exit(report.code)
+
+
+def run(app: typer.Typer, prog: str) -> None:
+    """Run a command; what a person can fix is one line on standard error and exit code 2."""
+    try:
+        code = app(standalone_mode=False, prog_name=prog)
+    except UserError as error:
+        print(f"{prog}: {error}", file=sys.stderr)
+        code = 2
+    except click.ClickException as error:
+        error.show()
+        code = 2
+    except (click.Abort, KeyboardInterrupt):
+        print(f"{prog}: stopped", file=sys.stderr)
+        code = 130
+    except OSError as error:
+        print(f"{prog}: {error.filename or ''}: {error.strerror or error}", file=sys.stderr)
+        code = 2
+    sys.exit(code or 0)
+
+
+def main() -> None:
+    run(app, "eagle3")

@@ -1,0 +1,143 @@
+"""Accept length of a draft on a set of prompts, from the decoder's own rounds, with a check against greedy."""
+
+import collections
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from eagle3_jax.decode.speculate import Answer, DraftWeights, Speculator, decode, pad_prompts
+from eagle3_jax.errors import DataError
+from eagle3_jax.progress import bar
+from eagle3_jax.target.model import Target
+
+DEFINITION = (
+    "1 + accepted drafts / verify forwards, pooled over prompts; the prefill and its token excluded, "
+    "the last step's overshoot counted"
+)
+NEAR_TIE = 1e-5  # relative: both implementations must score the two candidates this close
+MOST_EXCUSED = 1 / 500  # of the tokens
+
+
+def evaluate(
+    target: Target, params: dict, weights: DraftWeights, prompts: Sequence[dict], end_tokens: tuple[int, ...], *,
+    steps: int, max_new_tokens: int, batch: int, label: str = "evaluate",
+) -> dict:  # fmt: skip
+    """Decode `prompts` (dicts of id, category, ids) and return what evaluate.json holds.
+
+    Raises DataError where the decoder's text is not the target's greedy text.
+    """
+    speculator = Speculator(target, steps)
+    batch = min(batch, len(prompts))
+    with bar(label, len(prompts) * max_new_tokens, "tokens") as progress:
+        answers = decode(
+            speculator, params, weights, [p["ids"] for p in prompts], max_new_tokens=max_new_tokens,
+            end_tokens=end_tokens, batch=batch, advance=progress.advance,
+        )  # fmt: skip
+    excused = check_greedy(target, params, prompts, answers, batch)
+    return summary(prompts, answers, steps) | {
+        "greedy": {
+            "tokens": sum(len(a.tokens) for a in answers),
+            "near_ties": excused,
+            "rule": f"both score the two candidates within {NEAR_TIE} relative, at most 1 token in 500",
+        },
+        "settings": {
+            "chain": f"{steps}-1-{steps + 1}", "steps": steps, "topk": 1, "tokens": steps + 1, "temperature": 0,
+            "prompts": len(prompts), "max_new_tokens": max_new_tokens, "dtype": str(target.dtype),
+        },
+        "definition": DEFINITION,
+    }  # fmt: skip
+
+
+def summary(prompts: Sequence[dict], answers: Sequence[Answer], steps: int) -> dict:
+    """Accept length with its bootstrap interval, per position, histogram, per category, SGLang's definitions."""
+    accepted = [np.array([r.accepted for r in a.rounds], int) for a in answers]
+    pairs = np.array([(a.sum(), len(a)) for a in accepted])
+    rounds = np.concatenate(accepted)
+    histogram = np.bincount(rounds, minlength=steps + 1)
+    by_category = collections.defaultdict(list)
+    for prompt, pair in zip(prompts, pairs, strict=True):
+        by_category[prompt["category"]].append(pair)
+    return {
+        "accept_length": accept_length(pairs),
+        "interval": interval(pairs),
+        "verify_forwards": len(rounds),
+        "accepted_drafts": int(rounds.sum()),
+        "acceptance_by_position": [float(np.mean(rounds > k)) if len(rounds) else 0.0 for k in range(steps)],
+        "histogram": histogram.tolist(),
+        "by_category": {name: accept_length(np.array(p)) for name, p in sorted(by_category.items())},
+        # SGLang counts tokens of the answer, the prefill's one included, over verify forwards.
+        "sglang_request": sum(len(a.tokens) for a in answers) / max(len(rounds), 1),
+        "sglang_server": accept_length(pairs),
+        "looping": float(np.mean([loops(a.tokens) for a in answers])),
+    }
+
+
+def accept_length(pairs: np.ndarray) -> float:
+    """Of [prompts, (accepted, forwards)]."""
+    accepted, forwards = pairs.sum(axis=0)
+    return float(1 + accepted / max(forwards, 1))
+
+
+def interval(pairs: np.ndarray, draws: int = 2000, seed: int = 0) -> list[float]:
+    """95 % bootstrap interval over prompts."""
+    rng = np.random.default_rng(seed)
+    sums = pairs[rng.integers(len(pairs), size=(draws, len(pairs)))].sum(axis=1)
+    low, high = np.percentile(1 + sums[:, 0] / np.maximum(sums[:, 1], 1), [2.5, 97.5])
+    return [float(low), float(high)]
+
+
+def loops(tokens: Sequence[int], longest: int = 24) -> bool:
+    """Whether an answer ends in a loop: its last 48 tokens repeat with a period of at most 24."""
+    tail = list(tokens[-2 * longest :])
+    return len(tail) == 2 * longest and any(tail[p:] == tail[:-p] for p in range(1, longest + 1))
+
+
+def check_greedy(target: Target, params, prompts, answers: Sequence[Answer], batch: int) -> list[dict]:
+    """Near ties at which the decoder left the target's greedy text; anything else is a DataError.
+
+    A text is greedy if each token is the argmax after the text before it, so that one forward pass over the
+    finished texts decides, without the cache.
+    """
+
+    @jax.jit
+    def score(params, ids_BT, chosen_BT, position_BT, segment_BT):
+        """Argmax, its logit and the chosen token's logit after every position."""
+        logits = target.logits(params, target.features(params, ids_BT, position_BT, segment_BT)[1])
+        mine = jnp.take_along_axis(logits, chosen_BT[..., None], axis=-1)[..., 0]
+        return jnp.argmax(logits, axis=-1), jnp.max(logits, axis=-1), mine
+
+    excused, order = [], sorted(range(len(prompts)), key=lambda i: len(prompts[i]["ids"]))
+    total = sum(len(p["ids"]) + len(a.tokens) for p, a in zip(prompts, answers, strict=True))
+    with bar("check against greedy", total, "tokens") as progress:
+        for start in range(0, len(order), batch):
+            part = order[start : start + batch]
+            part += [part[-1]] * (batch - len(part))
+            texts = [[*prompts[i]["ids"], *answers[i].tokens] for i in part]
+            ids_BT, n_B = pad_prompts(texts)
+            position_BT = np.broadcast_to(np.arange(ids_BT.shape[1], dtype=np.int32), ids_BT.shape)
+            segment_BT = (position_BT < n_B[:, None]).astype(np.int32)
+            chosen_BT = np.roll(ids_BT, -1, axis=1)
+            best, top, mine = jax.device_get(score(params, ids_BT, chosen_BT, position_BT, segment_BT))
+            for b, i in enumerate(part[: len(order) - start]):
+                first = len(prompts[i]["ids"]) - 1
+                for t, token in enumerate(answers[i].tokens):
+                    if (want := int(best[b, first + t])) == token:
+                        continue
+                    logit, runner_up, other = answers[i].scores[t]
+                    here = (top[b, first + t] - mine[b, first + t]) / abs(top[b, first + t])
+                    there = (logit - other) / abs(logit)
+                    if runner_up != want or here > NEAR_TIE or there > NEAR_TIE:
+                        raise DataError(
+                            f"prompt {prompts[i]['id']}: token {t} of the answer is {token}, greedy decoding gives "
+                            f"{want} (relative gap {here:.1e}); the decoder is not lossless"
+                        )
+                    excused.append(
+                        dict(prompt=prompts[i]["id"], token=t, chosen=token, greedy=want, gap=float(here))
+                    )
+            progress.advance(sum(len(t) for t in texts[: len(order) - start]))
+    tokens = sum(len(a.tokens) for a in answers)
+    if len(excused) > tokens * MOST_EXCUSED:
+        raise DataError(f"{len(excused)} near ties in {tokens} tokens, at most 1 in 500 may be excused")
+    return excused

@@ -1,0 +1,197 @@
+"""Everything that a run needs before its first step, gathered in one place and checked."""
+
+import dataclasses
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from rich.console import Console
+from rich.table import Table
+
+from eagle3_jax import axes, defaults, tensors
+from eagle3_jax import config as configuration
+from eagle3_jax.config import RunConfig
+from eagle3_jax.data import chat, features, prepare, split, vocab
+from eagle3_jax.draft import model
+from eagle3_jax.draft.shape import DraftShape
+from eagle3_jax.draft.unroll import Vocabulary
+from eagle3_jax.errors import ConfigError, DataError, WeightError
+from eagle3_jax.target import shape as target_shape
+from eagle3_jax.target import weights
+from eagle3_jax.target.model import Target
+from eagle3_jax.target.shape import TargetShape
+from eagle3_jax.train import checkpoint, manifest, optim
+
+EMBEDDING = "model.embed_tokens.weight"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TargetFiles:
+    """A target on disk."""
+
+    directory: Path
+    shape: TargetShape
+
+    @property
+    def head_tensor(self) -> str:
+        return EMBEDDING if self.shape.tie_word_embeddings else "lm_head.weight"
+
+    def rows(self, name: str, ids: np.ndarray | None = None) -> np.ndarray:
+        """A tensor, or its rows `ids`, in the file's dtype. Raises WeightError."""
+        files = tensors.open_tensors(self.directory)
+        if name not in files:
+            raise WeightError(f"{self.directory}: no tensor {name!r}; the target needs it")
+        return files[name][...] if ids is None else files[name][...][ids]
+
+
+def find_target(config: RunConfig) -> TargetFiles:
+    """The target's directory and sizes, checked against the configuration. Raises ConfigError."""
+    directory = defaults.resolve_target(config.target.path)
+    shape = target_shape.read(directory)
+    if config.target.shape not in (None, shape):
+        there, wanted = shape.model_dump(), config.target.shape.model_dump()
+        key = next(k for k in there if there[k] != wanted[k])
+        raise ConfigError(f"target.shape.{key}={wanted[key]!r}, but {directory} has {there[key]!r}")
+    configuration.check(config, shape)
+    return TargetFiles(directory, shape)
+
+
+def load_target(config: RunConfig, files: TargetFiles, mesh: Mesh) -> tuple[Target, dict]:
+    target = Target(files.shape, config.target.aux_layers, config.target.dtype)
+    return target, weights.load(files.directory, target, mesh)
+
+
+def tokenizer(files: TargetFiles):
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(files.directory)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{files.directory}: no usable tokenizer: {' '.join(str(error).split())}") from None
+
+
+def source_of(config: RunConfig, digest: str):
+    """(token source, prepared card): the feature store when offline, else the prepared directory.
+
+    Raises DataError where the store is of another target, other layers or other data.
+    """
+    tokens = prepare.load(config.data.prepared)
+    if config.train.mode == "online":
+        if config.data.answers == "target":
+            raise ConfigError(
+                "data.answers=target needs train.mode=offline: the answers are in the feature store"
+            )
+        return tokens, tokens.card
+    store = features.open_store(config.store.path)
+    for key, wanted in (("target", digest), ("data", tokens.card["fingerprint"])):
+        if store.card[key] != wanted:
+            raise DataError(
+                f"{config.store.path}: captured from another {key} ({store.card[key]!r:.30}, now {wanted!r:.30}); "
+                "run `eagle3 capture` with another store.path, or delete this store"
+            )
+    return store, tokens.card
+
+
+def vocabulary_map(
+    config: RunConfig, source, ends: tuple[int, ...], vocab_size: int
+) -> tuple[vocab.VocabMap, dict]:
+    """The map by the rule, from the training side's supervised tokens, and facts for the manifest."""
+    train_side = np.repeat(~np.asarray(source.held_out), np.diff(source.offsets))
+    ids, span = np.asarray(source.ids), np.asarray(source.span)
+    counts = vocab.counts(ids[train_side], span[train_side], vocab_size)
+    made = vocab.build(counts, config.draft.vocab_size, always=ends)
+    return made, {"supervised_tokens": int(counts.sum()), "coverage": vocab.coverage(counts, made.t2d)}
+
+
+def device_vocabulary(d2t: np.ndarray, vocab_size: int) -> Vocabulary:
+    t2d = np.zeros(vocab_size, bool)
+    t2d[d2t + np.arange(len(d2t))] = True
+    return Vocabulary(jnp.asarray(d2t, jnp.int32), jnp.asarray(t2d))
+
+
+def initial_draft(config: RunConfig, shape: DraftShape, files: TargetFiles, d2t: np.ndarray):
+    """(graph, float32 params on the host, path -> origin) at step 0."""
+    seed = config.train.seed
+    if config.train.init != "scratch":
+        return _warm(config, shape, d2t)
+    graph, params = model.init(shape, seed)
+    params = jax.device_get(params)
+    origins = {f"draft/{name}": f"{manifest.RANDOM}{seed}" for name in optim.flat(params)}
+    if config.draft.head_init == "target":
+        rows = files.rows(files.head_tensor, d2t + np.arange(len(d2t)))
+        params["lm_head"]["kernel"] = np.ascontiguousarray(rows.astype(np.float32).T)
+        params["norm"]["scale"] = files.rows("model.norm.weight").astype(np.float32)
+        origins["draft/lm_head/kernel"] = f"{manifest.COPIED}{files.head_tensor}"
+        origins["draft/norm/scale"] = f"{manifest.COPIED}model.norm.weight"
+    return graph, params, origins
+
+
+def _warm(config: RunConfig, shape: DraftShape, d2t: np.ndarray):
+    there = checkpoint.load_draft(config.train.init)
+    if there.shape != shape:
+        key = next(
+            f.name
+            for f in dataclasses.fields(shape)
+            if getattr(shape, f.name) != getattr(there.shape, f.name)
+        )
+        raise ConfigError(
+            f"train.init={config.train.init}: its draft has {key}={getattr(there.shape, key)!r}, "
+            f"this config {getattr(shape, key)!r}"
+        )
+    graph, _, _ = model.abstract(shape)
+    origin = f"{manifest.WARM}{config.train.init} step {there.step}"
+    return graph, there.params, {f"draft/{name}": origin for name in optim.flat(there.params)}
+
+
+def frozen_target(config: RunConfig, files: TargetFiles, d2t: np.ndarray, mesh: Mesh):
+    """(Target or None, its tree, axes of that tree): whole when online, the head's draft rows when offline."""
+    if config.train.mode == "online":
+        target, params = load_target(config, files, mesh)
+        return target, params, target.axes
+    rows = files.rows(files.head_tensor, d2t + np.arange(len(d2t))).astype(jnp.dtype(config.target.dtype))
+    letters = {"head": {"kernel": "u d"}}
+    return None, {"head": {"kernel": jax.device_put(rows, axes.named(mesh, "u d", rows.shape))}}, letters
+
+
+def print_layout(mesh: Mesh, letters: dict, tree: dict, labels: dict) -> None:
+    """The start-up table: where each leaf lies, and which axes are replicated because they do not divide."""
+    table = Table(
+        "leaf",
+        "axes",
+        "shape",
+        "dtype",
+        "label",
+        "sharding",
+        "replicated by need",
+        title=f"mesh {dict(mesh.shape)}",
+    )
+    label, axes_of = optim.flat(labels), optim.flat(letters)
+    for name, x in optim.flat(tree).items():
+        need = axes.replicated_by_need(mesh, axes_of[name], x.shape)
+        text = ", ".join(
+            f"{a} ({n})" for a, n in zip(axes_of[name].split(), x.shape, strict=True) if a in need
+        )
+        spec = axes.spec(mesh, axes_of[name], x.shape)
+        shape = " x ".join(map(str, x.shape))
+        table.add_row(name, axes_of[name], shape, str(x.dtype), label[name], str(tuple(spec)), text)
+    Console(stderr=True).print(table)
+
+
+def check_prompts(config: RunConfig, card: dict) -> None:
+    """The data was checked against the prompts that this configuration evaluates on. Raises DataError."""
+    split.assert_clean(card["contamination"], [p["prompt"] for p in evaluation_prompts(config)])
+
+
+def evaluation_prompts(config: RunConfig) -> list[dict]:
+    return defaults.evaluation_prompts(config.evaluate.prompts)
+
+
+def end_tokens(tok) -> tuple[int, ...]:
+    return tuple(int(t) for t in chat.end_tokens(tok))
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
