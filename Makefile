@@ -15,7 +15,7 @@ PINS := pyproject.toml constraints.txt
 help:
 	@echo "make demo   train, evaluate and export a draft for SmolLM2-135M into runs/demo (DEMO_MINUTES=5: a short one)"
 	@echo "make test   the whole test suite on CPU (installs torch)"
-	@echo "make lint   ruff, as the tests of a change expect it"
+	@echo "make lint   ruff: style and format"
 	@echo "make venv   $(VENV) with this package (EXTRAS=tpu, cuda12 or cuda13 for an accelerator)"
 	@echo "make clean  remove $(VENV) and build leftovers; keeps runs/"
 
@@ -41,7 +41,7 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.installed: $(VENV)/bin/python $(PINS)
-	@echo "installing eagle3-jax into $(VENV) (about 300 MB of packages)"
+	@echo "installing eagle3-jax into $(VENV) (1 GB on disk)"
 	$(INSTALL) -e .
 	@touch $@
 
