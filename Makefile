@@ -21,6 +21,8 @@ help:
 
 demo: $(VENV)/.installed
 	$(VENV)/bin/eagle3 demo
+	$(VENV)/bin/bridge convert runs/demo runs/demo-export
+	$(VENV)/bin/bridge check runs/demo-export
 
 test: $(VENV)/.installed-bridge
 	$(VENV)/bin/pytest

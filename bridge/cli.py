@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -11,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
-from eagle3_jax.errors import UserError
+from eagle3_jax.cli import run as run_app
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__,
@@ -106,12 +105,7 @@ def parity(
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Console entry. What a person can fix is one line and exit code 2; a traceback is a bug."""
-    try:
-        app(args=arguments, prog_name="bridge")
-    except UserError as error:
-        print(f"bridge: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+    run_app(app, "bridge", arguments)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-import click
 import typer
 from rich.console import Console
 
@@ -73,7 +72,9 @@ def evaluate(
     """Accept length, by speculative decoding as the server does it."""
     from eagle3_jax import commands
 
-    result = commands.evaluate(run, tuple(overrides or ()), step, write=step is None)
+    result = commands.evaluate(
+        run, tuple(overrides or ()), step, save_as=commands.RESULT if step is None else None
+    )
     print(json.dumps(result, indent=2) if as_json else commands.describe_evaluation(result))
 
 
@@ -94,23 +95,35 @@ def inspect(
     raise typer.Exit(report.code)
 
 
-def run(app: typer.Typer, prog: str) -> None:
+@app.command()
+def demo(
+    config: Config = Path("configs/demo.yaml"),
+    export: Annotated[Path, typer.Option(help="where `bridge convert` puts the draft")] = Path(
+        "runs/demo-export"
+    ),
+    summary: Annotated[bool, typer.Option("--summary", help="only print what the last demo reached")] = False,
+    minutes: Annotated[
+        float | None, typer.Option(envvar="DEMO_MINUTES", help="make it shorter or longer")
+    ] = None,
+):
+    """Train a draft for the built-in target from scratch and evaluate it (`make demo` also exports it)."""
+    from eagle3_jax import demo
+
+    print(demo.summary(demo.run(demo.configure(config, minutes))))
+
+
+def run(app: typer.Typer, prog: str, arguments: list[str] | None = None) -> None:
     """Run a command; what a person can fix is one line on standard error and exit code 2."""
     try:
-        code = app(standalone_mode=False, prog_name=prog)
+        app(args=arguments, prog_name=prog)
     except UserError as error:
         print(f"{prog}: {error}", file=sys.stderr)
-        code = 2
-    except click.ClickException as error:
-        error.show()
-        code = 2
-    except (click.Abort, KeyboardInterrupt):
-        print(f"{prog}: stopped", file=sys.stderr)
-        code = 130
+        raise SystemExit(2) from None
     except OSError as error:
-        print(f"{prog}: {error.filename or ''}: {error.strerror or error}", file=sys.stderr)
-        code = 2
-    sys.exit(code or 0)
+        if error.filename is None:
+            raise
+        print(f"{prog}: {error.filename}: {error.strerror}", file=sys.stderr)
+        raise SystemExit(2) from None
 
 
 def main() -> None:

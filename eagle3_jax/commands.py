@@ -1,9 +1,11 @@
 """What each `eagle3` command does, as functions of a RunConfig; cli.py only parses and prints."""
 
+import dataclasses
 import json
 import os
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 
 from eagle3_jax import axes, defaults
@@ -12,12 +14,16 @@ from eagle3_jax.config import RunConfig
 from eagle3_jax.data import chat, features, prepare
 from eagle3_jax.decode import evaluate as evaluation
 from eagle3_jax.decode.speculate import DraftWeights
+from eagle3_jax.decode.walk import Texts, walk
 from eagle3_jax.draft import model
 from eagle3_jax.errors import DataError
 from eagle3_jax.target import weights
 from eagle3_jax.target.capture import capture as capture_features
 from eagle3_jax.target.model import Target
 from eagle3_jax.train import checkpoint, setup
+from eagle3_jax.train.loop import METRICS
+
+RESULT, ANSWERS = "evaluate.json", "answers.jsonl"  # in the run directory
 
 
 def prepare_data(config: RunConfig) -> dict:
@@ -41,46 +47,76 @@ def capture(config: RunConfig) -> features.Store:
 
 
 def evaluate(
-    run: str | Path, overrides: tuple[str, ...] = (), step: int | None = None, write: bool = True
+    run: str | Path, overrides: tuple[str, ...] = (), step: int | None = None, save_as: str | None = None
 ) -> dict:
-    """`eagle3 evaluate RUN`: evaluate.json's content; written into the run for its newest step.
+    """`eagle3 evaluate RUN`: what evaluate.json holds. `save_as` also writes it into the run.
 
     `overrides` may change the evaluate and target.path settings of the run's own configuration.
     """
     draft = checkpoint.load_draft(run, step)
     config = configuration.override(configuration.from_dict(draft.meta["config"], str(run)), overrides)
-    files = setup.find_target(config)
-    if (now := weights.digest(files.directory)) != draft.meta["target"]["weights_digest"]:
-        raise DataError(
-            f"{files.directory}: weights {now[:12]}, the draft was trained for {draft.meta['target']['weights_digest'][:12]}"
-        )
-    mesh = axes.make_mesh()
-    target = Target(files.shape, tuple(draft.meta["aux_layers"]), config.target.dtype)
-    params = weights.load(files.directory, target, mesh)
-    tok = setup.tokenizer(files)
+    target, params, tok = _serving_target(config, draft.meta)
     prompts = [
         p | {"ids": chat.prompt(tok, (("user", p["prompt"]),)).tolist()}
         for p in defaults.evaluation_prompts(config.evaluate.prompts)[: config.evaluate.max_prompts]
     ]
-    graph, _, _ = model.abstract(draft.shape)
-    serving = DraftWeights(
-        graph, draft.params, jnp.asarray(draft.embedding), jnp.asarray(draft.d2t, jnp.int32)
-    )
     e = config.evaluate
-    result = evaluation.evaluate(
-        target, params, serving, prompts, setup.end_tokens(tok), steps=e.steps, max_new_tokens=e.max_new_tokens,
-        batch=e.batch, label=f"evaluate step {draft.step}",
+    result, answers = evaluation.evaluate(
+        target, params, _serving_draft(draft), prompts, setup.end_tokens(tok), steps=e.steps,
+        max_new_tokens=e.max_new_tokens, batch=e.batch, label=f"evaluate step {draft.step}",
     )  # fmt: skip
     result = {"accept_length": result.pop("accept_length"), "step": draft.step, "run": str(run)} | result
-    if write:
-        save_json(Path(run) / "evaluate.json", result)
+    if save_as is not None:
+        save_json(Path(run) / save_as, result)
+    if save_as == RESULT:
+        pairs = zip(prompts, answers, strict=True)
+        lines = [json.dumps({"id": p["id"], "prompt": p["ids"]} | dataclasses.asdict(a)) for p, a in pairs]
+        _save(Path(run) / ANSWERS, "\n".join(lines) + "\n")
     return result
 
 
-def save_json(path: Path, value: dict) -> None:
+def curve(run: str | Path) -> list[dict]:
+    """Accept length of every checkpoint on the texts of the last evaluation: step, minutes of training, value."""
+    answers = [json.loads(line) for line in (Path(run) / ANSWERS).read_text().splitlines()]
+    log = [json.loads(line) for line in (Path(run) / METRICS).read_text().splitlines()]
+    minutes = {0: 0.0} | {line["step"]: line["seconds"] / 60 for line in log}
+    drafts = [checkpoint.load_draft(run, step) for step in checkpoint.steps_of(run)]
+    config = configuration.from_dict(drafts[0].meta["config"], str(run))
+    target, params, _ = _serving_target(config, drafts[0].meta)
+    texts = Texts(target, params, [(a["prompt"], a["tokens"]) for a in answers], config.evaluate.batch)
+    lengths = walk(texts, map(_serving_draft, drafts), config.evaluate.steps)
+    return [
+        dict(step=d.step, minutes=minutes[d.step], accept_length=x)
+        for d, x in zip(drafts, lengths, strict=True)
+    ]
+
+
+def _serving_target(config: RunConfig, meta: dict):
+    """The target that a draft was trained for, its parameters and tokenizer. Raises DataError for another one."""
+    files = setup.find_target(config)
+    now, then = weights.digest(files.directory), meta["target"]["weights_digest"]
+    if now != then:
+        raise DataError(
+            f"{files.directory}: weights {now[:12]}, but the draft was trained for weights {then[:12]}"
+        )
+    target = Target(files.shape, tuple(meta["aux_layers"]), config.target.dtype)
+    return target, weights.load(files.directory, target, axes.make_mesh()), setup.tokenizer(files)
+
+
+def _serving_draft(draft: checkpoint.LoadedDraft) -> DraftWeights:
+    graph, _, _ = model.abstract(draft.shape)
+    params = jax.tree.map(jnp.asarray, draft.params)
+    return DraftWeights(graph, params, jnp.asarray(draft.embedding), jnp.asarray(draft.d2t, jnp.int32))
+
+
+def save_json(path: Path, value) -> None:
+    _save(path, json.dumps(value, indent=2) + "\n")
+
+
+def _save(path: Path, text: str) -> None:
     """Whole or not at all."""
     part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps(value, indent=2) + "\n")
+    part.write_text(text)
     os.replace(part, path)
 
 
@@ -121,15 +157,16 @@ def describe_evaluation(result: dict) -> str:
     s, (low, high) = result["settings"], result["interval"]
     where = " ".join(f"{p:.2f}" for p in result["acceptance_by_position"])
     categories = ", ".join(f"{name} {value:.2f}" for name, value in result["by_category"].items())
+    decoded = result["greedy"]
     return "\n".join(
         [
-            f"accept length {result['accept_length']:.3f}  (95 % interval {low:.3f} .. {high:.3f}), step {result['step']}",
+            f"step {result['step']}: accept length {result['accept_length']:.3f} (95 % {low:.3f} .. {high:.3f})",
             f"  = {result['definition']}",
-            f"  chain {s['chain']}, {s['prompts']} prompts, greedy, at most {s['max_new_tokens']} new tokens, {s['dtype']}",
-            f"accepted by position: {where}; {result['accepted_drafts']:,} drafts in {result['verify_forwards']:,} verifies",
+            f"  chain {s['chain']}, {s['prompts']} prompts, greedy, {s['max_new_tokens']} tokens, {s['dtype']}",
+            f"accepted by position: {where} ({result['accepted_drafts']:,} in {result['verify_forwards']:,} verifies)",
             f"as SGLang counts: request {result['sglang_request']:.3f}, server {result['sglang_server']:.3f}",
             f"by category: {categories}",
-            f"answers that end in a loop: {result['looping']:.0%}; "
-            f"same text as greedy decoding, {len(result['greedy']['near_ties'])} near ties in {result['greedy']['tokens']:,} tokens",
+            f"answers that end in a loop: {result['looping']:.0%}",
+            f"text equals greedy decoding: {len(decoded['near_ties'])} near ties in {decoded['tokens']:,} tokens",
         ]
     )

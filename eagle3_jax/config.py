@@ -111,7 +111,9 @@ class RunConfig(Section):
                 f"train.batch={self.train.batch} does not divide into train.micro_batches={self.train.micro_batches}"
             )
         if self.train.warmup >= self.train.steps:
-            raise ConfigError(f"train.warmup={self.train.warmup} must be less than train.steps={self.train.steps}")
+            raise ConfigError(
+                f"train.warmup={self.train.warmup} must be less than train.steps={self.train.steps}"
+            )
         if self.data.max_length > self.train.row_length:
             raise ConfigError(
                 f"data.max_length={self.data.max_length} exceeds train.row_length={self.train.row_length}"

@@ -23,8 +23,8 @@ MOST_EXCUSED = 1 / 500  # of the tokens
 def evaluate(
     target: Target, params: dict, weights: DraftWeights, prompts: Sequence[dict], end_tokens: tuple[int, ...], *,
     steps: int, max_new_tokens: int, batch: int, label: str = "evaluate",
-) -> dict:  # fmt: skip
-    """Decode `prompts` (dicts of id, category, ids) and return what evaluate.json holds.
+) -> tuple[dict, list[Answer]]:  # fmt: skip
+    """Decode `prompts` (dicts of id, category, ids): what evaluate.json holds, and the answers.
 
     Raises DataError where the decoder's text is not the target's greedy text.
     """
@@ -36,7 +36,7 @@ def evaluate(
             end_tokens=end_tokens, batch=batch, advance=progress.advance,
         )  # fmt: skip
     excused = check_greedy(target, params, prompts, answers, batch)
-    return summary(prompts, answers, steps) | {
+    result = summary(prompts, answers, steps) | {
         "greedy": {
             "tokens": sum(len(a.tokens) for a in answers),
             "near_ties": excused,
@@ -48,6 +48,7 @@ def evaluate(
         },
         "definition": DEFINITION,
     }  # fmt: skip
+    return result, answers
 
 
 def summary(prompts: Sequence[dict], answers: Sequence[Answer], steps: int) -> dict:

@@ -72,33 +72,59 @@ def supervised(batch: Batch, k: int, mask: str) -> jax.Array:
     return taught & (shift(batch.span, k, batch.segment) > 0)
 
 
+class Unrolled(NamedTuple):
+    """One step: the layer's output before the final norm [B, T, D] and logits [B, T, U]."""
+
+    state: jax.Array
+    logits: jax.Array
+
+
+def steps(draft: Draft, embedding_VD, ids_BT, position_BT, segment_BT, aux_BTM, depth: int):
+    """Yield the unroll's steps; axes as in `Batch`."""
+    compute = aux_BTM.dtype
+    see_BTS = causal_mask(position_BT, segment_BT)
+    state_BTD = draft.fuse(aux_BTM)
+    keys, values = [], []
+    for k in range(depth):  # small and static
+        embed_BTD = embedding_VD[shift(ids_BT, k + 1, segment_BT)].astype(compute)
+        q, key, value = draft.qkv(embed_BTD, state_BTD, position_BT + k)
+        keys.append(key)
+        values.append(value)
+        out_BTD = draft.finish(state_BTD, unroll_attention(q, keys, values, see_BTS))
+        logits_BTU, state_BTD = draft.head(out_BTD)
+        yield Unrolled(out_BTD, logits_BTU)
+
+
+def proposals(
+    draft: Draft, embedding_VD, d2t, ids_BT, position_BT, segment_BT, aux_BTM, depth: int
+) -> jax.Array:
+    """Target ids that every row would draft under teacher forcing, [K, B, T]."""
+    best = [
+        jnp.argmax(step.logits, axis=-1)
+        for step in steps(draft, embedding_VD, ids_BT, position_BT, segment_BT, aux_BTM, depth)
+    ]
+    return jnp.stack([b + d2t[b] for b in best])
+
+
 def unroll(
     draft: Draft, embedding_VD: jax.Array, head_UD: jax.Array, vocabulary: Vocabulary, batch: Batch, *,
     depth: int, mask: str, oov_rows: str,
-) -> tuple[Sums, list[tuple[jax.Array, jax.Array]]]:  # fmt: skip
-    """The sums over a batch, and per step (state [B, T, D], logits [B, T, U]) for parity tests.
+) -> tuple[Sums, list[Unrolled]]:  # fmt: skip
+    """The sums over a batch, and its steps for parity tests.
 
     embedding  V D  the draft's frozen embedding
     head       U D  the target head's rows of the draft vocabulary
     """
     compute = batch.aux.dtype
-    see_BTS = causal_mask(batch.position, batch.segment)
     taught_BTU = jnp.einsum(
         "btd,ud->btu", batch.final, head_UD.astype(compute), preferred_element_type=jnp.float32
     )
-    state_BTD = draft.fuse(batch.aux)
-    keys, values, steps, outputs = [], [], [], []
+    totals, outputs = [], []
     chain_BT = supervised(batch, 0, mask)
-    for k in range(depth):  # small and static
-        ids_BT = shift(batch.ids, k + 1, batch.segment)
-        q, key, value = draft.qkv(embedding_VD[ids_BT].astype(compute), state_BTD, batch.position + k)
-        keys.append(key)
-        values.append(value)
-        state_BTD = draft.finish(state_BTD, unroll_attention(q, keys, values, see_BTS))
-        layer_out_BTD = state_BTD
-        logits_BTU, state_BTD = draft.head(state_BTD)
-        outputs.append((layer_out_BTD, logits_BTU))
-
+    run = steps(draft, embedding_VD, batch.ids, batch.position, batch.segment, batch.aux, depth)
+    for k, step in enumerate(run):
+        outputs.append(step)
+        logits_BTU = step.logits
         top_BT = shift(batch.top, k + 1, batch.segment)
         target_BTU = jax.lax.stop_gradient(shift(taught_BTU, k + 1, batch.segment))
         counted_BT = supervised(batch, k, mask)
@@ -107,7 +133,7 @@ def unroll(
         right_BT = (best_BT + vocabulary.d2t[best_BT] == top_BT) & counted_BT
         chain_BT &= counted_BT
         rate_BT = acceptance_rate(logits_BTU, target_BTU, shift(batch.lse, k + 1, batch.segment))
-        steps.append(
+        totals.append(
             (
                 jnp.sum(soft_cross_entropy(logits_BTU, target_BTU), where=rows_BT),
                 jnp.sum(-jnp.log(jnp.maximum(rate_BT, 1e-30)), where=rows_BT),
@@ -118,4 +144,4 @@ def unroll(
         )
         chain_BT &= right_BT & (top_BT == shift(batch.ids, k + 2, batch.segment))
     tokens = jnp.float32(batch.ids.size)
-    return Sums(*(jnp.stack(x) for x in zip(*steps, strict=True)), tokens), outputs
+    return Sums(*(jnp.stack(x) for x in zip(*totals, strict=True)), tokens), outputs

@@ -40,9 +40,9 @@ def capture(
     width, hidden, dtype = sizes
     with features.Writer(store.path, header, dtype, width, hidden) as writer:
         if writer.conversations < total:
-            needed = features.check_space(store.path, most, *sizes)
-            print(f"capture: at most {most:,} tokens, {needed / 1e9:.2f} GB in {store.path}", file=sys.stderr)
             left = most * (total - writer.conversations) // total
+            needed = features.check_space(store.path, left, *sizes)
+            print(f"capture: at most {left:,} tokens, {needed / 1e9:.2f} GB in {store.path}", file=sys.stderr)
             with bar("capture", left, "tokens") as progress:
                 run = _answers if own else _teacher_forced
                 run(config, target, params, tokens, writer, end_tokens, progress)

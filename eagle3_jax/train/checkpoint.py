@@ -196,6 +196,11 @@ def read_step(run_dir: str | Path, step: int | None = None) -> tuple[dict, dict]
     return _read(where / "params", meta), meta
 
 
+def steps_of(run_dir: str | Path) -> list[int]:
+    """The steps that can be read, 0 first. Raises CheckpointError."""
+    return [0, *_steps(_run(run_dir))]
+
+
 def load_draft(path: str | Path, step: int | None = None) -> LoadedDraft:
     """The draft of a run directory (newest step unless told) or of RUN/steps/N. Raises CheckpointError."""
     path = Path(path)

@@ -15,12 +15,13 @@ from eagle3_jax.config import RunConfig
 from eagle3_jax.data.loader import Batches
 from eagle3_jax.draft import model
 from eagle3_jax.draft import shape as draft_shape
-from eagle3_jax.errors import DataError
+from eagle3_jax.errors import CheckpointError, DataError
 from eagle3_jax.progress import bar
 from eagle3_jax.target import weights
 from eagle3_jax.train import checkpoint, manifest, optim, setup
-from eagle3_jax.train.step import Step, batch_shardings, opt_shardings
+from eagle3_jax.train.step import Step, batch_sharding, opt_shardings
 
+METRICS = "metrics.jsonl"  # in the run directory, a line every `log_every` steps
 EMBEDDING_AXES = {"embedding": "v d"}
 
 
@@ -28,161 +29,141 @@ def train(config: RunConfig) -> Path:
     """Train to `train.steps`, going on where the run directory stands; returns that directory.
 
     The draft's parameters come from (1) the newest step in the run directory, else (2) `train.init` if it
-    names a run, else (3) the seed. Raises UserErrors before anything is written where something does not fit.
+    names a run, else (3) the seed. Raises a UserError before anything is written where something does not fit.
     """
+    t = config.train
     mesh = axes.make_mesh(config.mesh.data, config.mesh.model)
-    axes.check_batch(
-        mesh, config.train.batch // config.train.micro_batches, "train.batch / train.micro_batches"
-    )
+    axes.check_batch(mesh, t.batch // t.micro_batches, "train.batch / train.micro_batches")
 
-    # Target, data, vocabulary
+    # Target and data
     files = setup.find_target(config)
     shape = draft_shape.resolve(config, files.shape)
     plain = configuration.to_dict(config)
-    begun = checkpoint.holds(config.train.run, plain)
+    begun = checkpoint.holds(t.run, plain)
     digest = weights.digest(files.directory)
     source, card = setup.source_of(config, digest)
     setup.check_prompts(config, card)
+    train_side = np.flatnonzero(~np.asarray(source.held_out))
+    batches = Batches(source, train_side, t.row_length, t.batch, t.seed, t.prefetch)
+
+    # Vocabulary and draft: the run's own where it has begun, whatever the data would give now
     if begun:
-        # The map is the run's: never rebuilt, whatever the data say now.
-        frozen_then, params_then, meta_then = checkpoint.read_start(config.train.run)
-        d2t, facts = frozen_then["d2t"], meta_then["manifest"]["facts"]
-        if facts["data"]["fingerprint"] != card["fingerprint"]:
-            raise DataError(
-                f"{config.data.prepared} now holds other data than {config.train.run} was begun with; "
-                "prepare it as it was, or name another train.run"
-            )
+        frozen_then, params_then, meta_then = checkpoint.read_start(t.run)
+        first = meta_then["manifest"]
+        _same(t.run, "target.path", meta_then["target"]["weights_digest"], digest)
+        _same(t.run, "data.prepared", first["facts"]["data"]["fingerprint"], card["fingerprint"])
+        d2t, facts = frozen_then["d2t"], first["facts"]
+        origins = {path: leaf["origin"] for path, leaf in first["leaves"].items()}
+        graph, draft = model.abstract(shape)[0], checkpoint.load_draft(t.run, 0).params
     else:
         d2t, facts = _facts(config, files, source, card)
-    train_side = np.flatnonzero(~np.asarray(source.held_out))
-    batches = Batches(
-        source,
-        train_side,
-        config.train.row_length,
-        config.train.batch,
-        config.train.seed,
-        config.train.prefetch,
-    )
+        graph, draft, origins = setup.initial_draft(config, shape, files, d2t)
 
-    # Parameters and optimiser
-    graph, params, origins = setup.initial_draft(config, shape, files, d2t)
+    # Parameters and optimiser on the mesh
     target, target_tree, target_axes = setup.frozen_target(config, files, d2t, mesh)
-    embedding = {"embedding": files.rows(setup.EMBEDDING)}
     letters = {"draft": model.abstract(shape)[2], "embedding": EMBEDDING_AXES, "target": target_axes}
     tree = {
-        "draft": _put(mesh, letters["draft"], params),
-        "embedding": _put(mesh, letters["embedding"], embedding),
+        "draft": _put(mesh, letters["draft"], draft),
+        "embedding": _put(mesh, letters["embedding"], {"embedding": files.rows(setup.EMBEDDING)}),
         "target": target_tree,
     }
-    labels = optim.labels(tree, config.train.freeze)
+    labels = optim.labels(tree, t.freeze)
     origins |= {"embedding/embedding": f"{manifest.COPIED}{setup.EMBEDDING}"}
-    origins |= {f"target/{n}": f"{manifest.COPIED}{n}" for n in optim.flat(target_tree)}
+    origins |= {
+        f"target/{n}": f"{manifest.COPIED}{setup.target_tensor(n, files)}" for n in optim.flat(target_tree)
+    }
     setup.print_layout(mesh, letters, tree, labels)
     trained, frozen = optim.split(tree, labels)
-    del tree, params
-    tx = optim.make(config.train, labels)
-    sharding_of = {name: x.sharding for name, x in optim.flat(trained).items()}
-    abstract_opt = jax.eval_shape(lambda: optim.init(tx, trained, frozen))
-    opt_sharding = opt_shardings(mesh, abstract_opt, optim.nested(sharding_of))
-    opt = jax.jit(lambda t, f: optim.init(tx, t, f), out_shardings=opt_sharding)(trained, frozen)
+    del tree, draft
+    tx = optim.make(t, labels)
+    trained_sharding, frozen_sharding = (jax.tree.map(lambda x: x.sharding, x) for x in (trained, frozen))
+    opt_sharding = opt_shardings(
+        mesh, jax.eval_shape(lambda: optim.init(tx, trained, frozen)), trained_sharding
+    )
+    opt = jax.jit(lambda a, b: optim.init(tx, a, b), out_shardings=opt_sharding)(trained, frozen)
 
-    # Restore or start
-    vocabulary = setup.device_vocabulary(d2t, shape.vocab_size)
-    step_fn = Step(config.train, graph, tx, vocabulary, target)
+    # Start or restore
+    if not begun:
+        first = manifest.build(optim.merge(trained, frozen), labels, origins, facts)
+        params_then = jax.device_get(trained)
     meta = dict(
         config=plain, shape=dataclasses.asdict(shape), aux_layers=list(draft_shape.aux_layers(config, files.shape)),
         target=dict(path=str(files.directory), shape=files.shape.model_dump(), weights_digest=digest),
     )  # fmt: skip
-
-    def manifest_now(start=None, first=None) -> dict:
-        return manifest.build(optim.merge(trained, frozen), labels, origins, facts, start, first)
-
     if not begun:
-        first = manifest_now()
-        kept = {"d2t": d2t} | {k: v for k, v in frozen.items() if k != "target"}
-        params_then = jax.device_get(trained)
-        checkpoint.start(config.train.run, kept, params_then, meta | {"manifest": first})
-    else:
-        first = meta_then["manifest"]
-    at = 0
-    with checkpoint.Steps(config.train.run, config.train.keep) as steps:
-        if begun and steps.latest() is not None:
+        kept = {"d2t": d2t} | {name: x for name, x in frozen.items() if name != "target"}
+        checkpoint.start(t.run, kept, params_then, meta | {"manifest": first})
+    with checkpoint.Steps(t.run, t.keep) as steps, Log(t.run) as log:
+        at = 0
+        if steps.latest() is not None:
             trained, opt, position, restored = steps.restore(None, trained, opt)
             batches.set_state(position)
             at = restored["step"]
-            setup.say(f"train: resumed {config.train.run} at step {at}")
-        _loop(config, mesh, step_fn, trained, opt, frozen, batches, at, steps, opt_sharding, _Saver(
-            steps, labels, origins, facts, params_then, first, meta, frozen
-        ))  # fmt: skip
-    return Path(config.train.run)
+            setup.say(f"train: going on at step {at} of {t.run}")
+
+        def save(step: int, trained: dict, opt, position: dict) -> None:
+            now = manifest.build(optim.merge(trained, frozen), labels, origins, facts, params_then, first)
+            steps.save(step, trained, opt, position, meta | {"manifest": now})
+
+        step_fn = Step(t, graph, tx, setup.device_vocabulary(d2t, shape.vocab_size), target)
+        run = step_fn.compiled(mesh, trained_sharding, opt_sharding, frozen_sharding)
+        tokens = t.batch * t.row_length
+        log.learning_rate, pending = optim.schedule(t), None
+        with bar("train", (t.steps - at) * tokens, "tokens") as progress:
+            for step in range(at + 1, t.steps + 1):
+                batch, position = next(batches)
+                trained, opt, metrics = run(trained, opt, frozen, jax.device_put(batch, batch_sharding(mesh)))
+                if pending is not None and (pending[0] % t.log_every == 0):
+                    # Of the step before: the device is busy with this one while the host reads.
+                    progress.note = log.write(*pending)
+                pending = (step, batches.epoch, metrics)
+                progress.advance(tokens)
+                if step % t.save_every == 0 or step == t.steps:
+                    progress.note = log.write(*pending)
+                    pending = None
+                    save(step, trained, opt, position)
+    return Path(t.run)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Saver:
-    """What a save needs beside the live state."""
+class Log:
+    """metrics.jsonl: step, epoch, seconds of training, learning rate and the step's metrics."""
 
-    steps: checkpoint.Steps
-    labels: dict
-    origins: dict
-    facts: dict
-    start: dict
-    first: dict
-    meta: dict
-    frozen: dict
+    def __init__(self, run: str):
+        self._path = Path(run) / METRICS
+        lines = self._path.read_text().splitlines() if self._path.exists() else []
+        self._before = json.loads(lines[-1])["seconds"] if lines else 0.0
+        self._began, self.learning_rate = time.monotonic(), None
 
-    def __call__(self, step: int, trained: dict, opt, position: dict) -> None:
-        state = optim.merge(trained, self.frozen)
-        now = manifest.build(state, self.labels, self.origins, self.facts, self.start, self.first)
-        self.steps.save(step, trained, opt, position, self.meta | {"manifest": now})
+    def __enter__(self):
+        self._file = open(self._path, "a")
+        return self
 
+    def __exit__(self, *_):
+        self._file.close()
 
-def _loop(config, mesh, step_fn, trained, opt, frozen, batches, at, steps, opt_sharding, save) -> None:
-    t = config.train
-    if at >= t.steps:
-        setup.say(f"train: {t.run} already has its {t.steps} steps")
-        return
-    shardings = tuple(jax.tree.map(lambda x: x.sharding, tree) for tree in (trained, frozen))
-    run, rate, last = None, optim.schedule(t), None
-    tokens = t.batch * t.row_length
-    began = time.monotonic()
-    with (
-        open(Path(t.run) / "metrics.jsonl", "a") as log,
-        bar("train", (t.steps - at) * tokens, "tokens") as progress,
-    ):
-
-        def report(done) -> None:
-            """The numbers of a step that was dispatched before the newest: reading them waits for no device."""
-            step, metrics, epoch = done
-            progress.advance(tokens)
-            if step % t.log_every and step != t.steps:
-                return
-            values = {k: np.asarray(v).tolist() for k, v in jax.device_get(metrics).items()}
-            if not math.isfinite(values["loss"]):
-                raise DataError(
-                    f"step {step}: loss is {values['loss']} (epoch {epoch:.2f}); lower train.learning_rate, or check "
-                    f"the features; the last good checkpoint is {steps.latest() or 0}"
-                )
-            progress.note = (
-                f"loss {values['loss']:.3f} acc {' '.join(f'{a:.2f}' for a in values['accuracy'])}"
+    def write(self, step: int, epoch: float, metrics: dict) -> str:
+        """Append a line and return a short text. A loss that is not finite is a DataError."""
+        values = {name: np.asarray(x).tolist() for name, x in jax.device_get(metrics).items()}
+        if not math.isfinite(values["loss"]):
+            raise DataError(
+                f"step {step}: loss is {values['loss']} (epoch {epoch:.2f}); lower train.learning_rate or check the "
+                "features; the last checkpoint is intact"
             )
-            line = dict(
-                step=step, epoch=epoch, seconds=time.monotonic() - began, learning_rate=float(rate(step - 1))
-            )
-            log.write(json.dumps(line | values) + "\n")
-            log.flush()
+        seconds = self._before + time.monotonic() - self._began
+        line = dict(
+            step=step, epoch=epoch, seconds=seconds, learning_rate=float(self.learning_rate(step - 1))
+        )
+        self._file.write(json.dumps(line | values) + "\n")
+        self._file.flush()
+        return f"loss {values['loss']:.3f}, accuracy {' '.join(f'{a:.2f}' for a in values['accuracy'])}"
 
-        for step in range(at + 1, t.steps + 1):
-            batch, position = next(batches)
-            batch = jax.device_put(batch, batch_shardings(mesh, batch))
-            if run is None:
-                run = step_fn.compiled(mesh, shardings[0], opt_sharding, shardings[1], batch)
-            trained, opt, metrics = run(trained, opt, frozen, batch)
-            if last is not None:
-                report(last)
-            last = (step, metrics, batches.epoch)
-            if step % t.save_every == 0 or step == t.steps:
-                save(step, trained, opt, position)
-        report(last)
+
+def _same(run: str, key: str, then: str, now: str) -> None:
+    if then != now:
+        raise CheckpointError(
+            f"{run}: begun with {key} of digest {then[:12]}, now it is {now[:12]}; "
+            "restore what it was, or name another train.run"
+        )
 
 
 def _put(mesh, letters: dict, tree: dict) -> dict:

@@ -156,28 +156,25 @@ def frozen_target(config: RunConfig, files: TargetFiles, d2t: np.ndarray, mesh: 
     return None, {"head": {"kernel": jax.device_put(rows, axes.named(mesh, "u d", rows.shape))}}, letters
 
 
+def target_tensor(name: str, files: TargetFiles) -> str:
+    """The file's name of a leaf of the frozen target tree; a stacked one names all layers as {}."""
+    return files.head_tensor if name == "head/kernel" else weights.ROWS[name][0]
+
+
 def print_layout(mesh: Mesh, letters: dict, tree: dict, labels: dict) -> None:
     """The start-up table: where each leaf lies, and which axes are replicated because they do not divide."""
-    table = Table(
-        "leaf",
-        "axes",
-        "shape",
-        "dtype",
-        "label",
-        "sharding",
-        "replicated by need",
-        title=f"mesh {dict(mesh.shape)}",
-    )
+    table = Table(title=f"mesh {' x '.join(f'{name} {n}' for name, n in mesh.shape.items())}", box=None)
+    for column in ("leaf", "axes", "shape", "dtype", "label", "sharded", "does not divide"):
+        table.add_column(column, no_wrap=True)
     label, axes_of = optim.flat(labels), optim.flat(letters)
     for name, x in optim.flat(tree).items():
-        need = axes.replicated_by_need(mesh, axes_of[name], x.shape)
-        text = ", ".join(
-            f"{a} ({n})" for a, n in zip(axes_of[name].split(), x.shape, strict=True) if a in need
-        )
-        spec = axes.spec(mesh, axes_of[name], x.shape)
+        spec = zip(axes_of[name].split(), axes.spec(mesh, axes_of[name], x.shape), strict=True)
+        split = ", ".join(f"{a}: {over}" for a, over in spec if over and mesh.shape[over] > 1)
+        need = " ".join(axes.replicated_by_need(mesh, axes_of[name], x.shape))
         shape = " x ".join(map(str, x.shape))
-        table.add_row(name, axes_of[name], shape, str(x.dtype), label[name], str(tuple(spec)), text)
-    Console(stderr=True).print(table)
+        table.add_row(name, axes_of[name], shape, str(x.dtype), label[name], split or "-", need)
+    console = Console(stderr=True)
+    console.print(table, width=max(console.width, 140), crop=False, no_wrap=True, overflow="ignore")
 
 
 def check_prompts(config: RunConfig, card: dict) -> None:

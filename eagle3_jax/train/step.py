@@ -104,11 +104,11 @@ class Step:
         log = dict(loss=value, losses=losses_K, grad_norm=optax.global_norm(grads)) | loss.metrics(sums)
         return trained, opt, log
 
-    def compiled(self, mesh: Mesh, trained_sharding, opt_sharding, frozen_sharding, batch: dict) -> Callable:
-        """Jitted on `mesh`; trained leaves and optimiser state are donated."""
+    def compiled(self, mesh: Mesh, trained_sharding, opt_sharding, frozen_sharding) -> Callable:
+        """Jitted on `mesh`; trained leaves and optimiser state are donated. Batches come placed."""
         return jax.jit(
             self.__call__,
-            in_shardings=(trained_sharding, opt_sharding, frozen_sharding, batch_shardings(mesh, batch)),
+            in_shardings=(trained_sharding, opt_sharding, frozen_sharding, batch_sharding(mesh)),
             out_shardings=(trained_sharding, opt_sharding, axes.named(mesh, "")),
             donate_argnums=(0, 1),
         )
@@ -119,9 +119,9 @@ def draft_ids(vocabulary: Vocabulary) -> jax.Array:
     return jnp.arange(len(vocabulary.d2t)) + vocabulary.d2t
 
 
-def batch_shardings(mesh: Mesh, batch: dict) -> dict:
+def batch_sharding(mesh: Mesh) -> NamedSharding:
     """Rows over the data axis, whatever the array."""
-    return {name: NamedSharding(mesh, PartitionSpec("data")) for name in batch}
+    return NamedSharding(mesh, PartitionSpec("data"))
 
 
 def opt_shardings(mesh: Mesh, opt, trained_shardings: dict):
