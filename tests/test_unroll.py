@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from step_fixture import QUICK
 
 from eagle3_jax.data.loader import row
 from eagle3_jax.draft import model
@@ -27,8 +28,6 @@ VOCABULARY = Vocabulary(
     jnp.asarray(DRAFT_IDS - np.arange(9), jnp.int32), jnp.asarray(np.isin(np.arange(60), DRAFT_IDS))
 )
 EMBEDDING, HEAD = (jnp.asarray(RNG.normal(size=(n, 8)), jnp.float32) for n in (60, 9))
-# Compiling is nearly all that this file takes.
-QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 FLOATS = ("aux", "final", "lse")
 
 
