@@ -110,6 +110,17 @@ class RunConfig(Section):
             raise ConfigError(
                 f"train.batch={self.train.batch} does not divide into train.micro_batches={self.train.micro_batches}"
             )
+        for key, path in (
+            ("data.prepared", self.data.prepared),
+            ("store.path", self.store and self.store.path),
+        ):
+            if path and Path(self.train.run).resolve() in (
+                Path(path).resolve(),
+                *Path(path).resolve().parents,
+            ):
+                raise ConfigError(
+                    f"{key}={path} lies in train.run={self.train.run}; put it beside that directory"
+                )
         if self.train.warmup >= self.train.steps:
             raise ConfigError(
                 f"train.warmup={self.train.warmup} must be less than train.steps={self.train.steps}"

@@ -147,24 +147,33 @@ def test_a_wrong_call_is_refused(arguments, message):
     assert out.stdout == ""
 
 
+DEMO = [
+    ".venv/bin/eagle3 demo",
+    ".venv/bin/bridge convert runs/demo runs/demo-export",
+    ".venv/bin/bridge check runs/demo-export",
+]
+
+
 def test_make_demo_installs_no_torch_and_passes_the_minutes_on():
     out = _run("make", "-n", "-B", "demo", "PYTHON=python3", "DEMO_MINUTES=5").stdout
     assert "-c constraints.txt -e .\n" in out
-    assert out.rstrip().endswith(".venv/bin/eagle3 demo")
-    assert "torch" not in out and "bridge" not in out
+    assert out.splitlines()[-3:] == DEMO
+    assert "torch" not in out and "[bridge]" not in out
 
 
 def test_make_demo_installs_once_and_hands_the_minutes_to_the_demo(tmp_path):
     _sources(tmp_path)
     (tmp_path / ".venv/bin").mkdir(parents=True)
-    demo = tmp_path / ".venv/bin/eagle3"
-    demo.write_text("#!/bin/sh\necho $1 for $DEMO_MINUTES minutes\n")
-    demo.chmod(0o755)
+    for name in ("eagle3", "bridge"):
+        command = tmp_path / ".venv/bin" / name
+        command.write_text("#!/bin/sh\necho $1 for $DEMO_MINUTES minutes\n")
+        command.chmod(0o755)
     for done in (".venv/bin/python", ".venv/.installed"):
         (tmp_path / done).touch()
     for command in (["make", "DEMO_MINUTES=5"], ["env", "DEMO_MINUTES=5", "make"]):
         out = _run(*command, "-f", ROOT / "Makefile", "demo", cwd=tmp_path)
-        assert out.stdout.splitlines() == [".venv/bin/eagle3 demo", "demo for 5 minutes"]
+        said = ["demo for 5 minutes", "convert for 5 minutes", "check for 5 minutes"]
+        assert out.stdout.splitlines() == [line for pair in zip(DEMO, said, strict=True) for line in pair]
 
 
 def test_make_test_names_torch_and_its_size_before_it_installs_it():
