@@ -88,10 +88,14 @@ def _answers(config, target, params, tokens, writer, end_tokens, progress) -> No
         for start in range(0, len(order), B):
             part = order[start : start + B]
             filled = part + [part[-1]] * (B - len(part))
-            found |= zip(
-                filled, machine.write(params, [prompts[i] for i in filled], limit, end_tokens), strict=True
-            )
-            progress.advance(sum(len(prompts[i]) + limit for i in part))
+            start_at, share = progress.done, len(part) / len(filled)
+            written = machine.write(
+                params, [prompts[i] for i in filled], limit, end_tokens,
+                advance=lambda tokens, share=share: progress.advance(tokens * share),
+            )  # fmt: skip
+            found |= zip(filled, written, strict=True)
+            # Answers that end early were part of the estimate.
+            progress.advance(start_at + sum(len(prompts[i]) + limit for i in part) - progress.done)
         for i in chosen:
             w = found[i]
             span = (np.arange(len(w.ids)) >= w.answer).astype(np.int32)

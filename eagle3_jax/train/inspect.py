@@ -51,28 +51,33 @@ class Report:
         return dataclasses.asdict(self)
 
     def render(self, console: Console) -> None:
-        table = Table(
-            "leaf", "shape", "label", "since step 0", "origin", "check", title=f"{self.run}, step {self.step}"
-        )
+        table = Table(title=f"{self.run}, step {self.step}", box=None)
+        for column in ("leaf", "shape", "label", "since step 0", "origin", "check"):
+            table.add_column(column, no_wrap=True)
         for path, leaf in self.leaves.items():
-            table.add_row(
-                path,
-                " x ".join(map(str, leaf.shape)),
-                leaf.label,
-                _since(leaf),
-                leaf.origin,
-                leaf.origin_check,
-            )
-        console.print(table)
+            shape = " x ".join(map(str, leaf.shape))
+            table.add_row(path, shape, leaf.label, _since(leaf), leaf.origin, leaf.origin_check)
+        # A line that runs on reads better than a cell of four lines.
+        Console(file=console.file, width=max(console.width, 150)).print(table)
         console.print(f"began: {self.began}", highlight=False)
         for key, value in self.embedding.items():
             console.print(f"embedding, {key.replace('_', ' ')}: {value}", highlight=False)
-        for key, value in self.facts.items():
-            console.print(f"{key.replace('_', ' ')}: {value}", highlight=False)
+        for key, value in _lines(self.facts):
+            console.print(f"{key}: {value}", highlight=False, soft_wrap=True)
         for finding in self.findings:
             console.print(f"FINDING: {finding}", style="bold red", highlight=False, markup=False)
         if not self.findings:
             console.print("nothing found: what is frozen stayed, what is trained moved")
+
+
+def _lines(facts: dict, prefix: str = ""):
+    """`held out, share` -> value, for nested dicts."""
+    for key, value in facts.items():
+        name = prefix + key.replace("_", " ")
+        if isinstance(value, dict) and value:
+            yield from _lines(value, f"{name}, ")
+        else:
+            yield name, value
 
 
 def _since(leaf: Leaf) -> str:

@@ -173,8 +173,7 @@ def print_layout(mesh: Mesh, letters: dict, tree: dict, labels: dict) -> None:
         need = " ".join(axes.replicated_by_need(mesh, axes_of[name], x.shape))
         shape = " x ".join(map(str, x.shape))
         table.add_row(name, axes_of[name], shape, str(x.dtype), label[name], split or "-", need)
-    console = Console(stderr=True)
-    console.print(table, width=max(console.width, 140), crop=False, no_wrap=True, overflow="ignore")
+    Console(stderr=True, width=max(Console(stderr=True).width, 120)).print(table)
 
 
 def check_prompts(config: RunConfig, card: dict) -> None:
