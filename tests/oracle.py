@@ -1,0 +1,121 @@
+"""Greedy speculative decoding in plain numpy, float64, one prompt at a time, nothing remembered between steps.
+
+Every forward pass starts from the tokens alone: the target reads the whole text again, the draft all of its
+rows again. Weights are the nested dicts of the models under test, so axes are as `axes.py` names them.
+"""
+
+import dataclasses
+
+import numpy as np
+
+
+@dataclasses.dataclass
+class Round:
+    n: int  # tokens before the bonus
+    bonus: int
+    drafts: list[int]
+    accepted: int
+    emitted: list[int]
+
+
+@dataclasses.dataclass
+class Oracle:
+    """A target with `target` weights, and a draft with `draft` weights; sizes come from the arrays."""
+
+    target: dict
+    draft: dict
+    aux_layers: tuple[int, ...]
+    draft_ids: np.ndarray  # draft index -> token id
+    eps: float
+    theta: float
+    fc_norm: bool = False
+    norm_output: bool = False
+
+    def decode(self, prompt, *, steps: int, max_new_tokens: int, end_tokens) -> tuple[list[int], list[Round]]:
+        """The answer and its verify steps."""
+        text = [*map(int, prompt)]
+        answer, rounds = [self._greedy(text)[-1]], []
+        while len(answer) < max_new_tokens and not set(answer) & set(end_tokens):
+            bonus = answer[-1] if not rounds else rounds[-1].emitted[-1]
+            drafts = self._propose(text, bonus, steps)
+            truth = self._greedy([*text, bonus, *drafts])[len(text) :]
+            accepted = 0
+            while accepted < steps and drafts[accepted] == truth[accepted]:
+                accepted += 1
+            emitted = truth[: accepted + 1]
+            rounds.append(Round(len(text), bonus, drafts, accepted, emitted))
+            text += [bonus, *drafts[:accepted]]
+            for token in emitted:
+                if len(answer) < max_new_tokens and not set(answer) & set(end_tokens):
+                    answer.append(token)
+        return answer, rounds
+
+    def features(self, text) -> tuple[np.ndarray, np.ndarray]:
+        """Outputs of the aux layers side by side [T, M], and logits [T, V]."""
+        w = self.target
+        x, see = _f64(w["embed"]["embedding"])[text], np.tri(len(text), dtype=bool)
+        places, captured = np.arange(len(text)), []
+        for i in range(len(w["layers"]["q"]["kernel"])):
+            # One layer of the stack, under the names that a single layer has.
+            layer = {name: {k: _f64(v[i]) for k, v in leaf.items()} for name, leaf in w["layers"].items()}
+            x = self._block(layer, x, self._norm(x, layer["input_layernorm"]), places, see)
+            if i in self.aux_layers:
+                captured.append(x)
+        head = w["lm_head"]["kernel"] if "lm_head" in w else w["embed"]["embedding"]
+        return np.concatenate(captured, axis=1), self._norm(x, w["norm"]) @ _f64(head).T
+
+    def _greedy(self, text) -> list[int]:
+        """The target's choice after every token."""
+        return self.features(text)[1].argmax(1).tolist()
+
+    def _propose(self, text, bonus: int, steps: int) -> list[int]:
+        """Row p pairs the state of token p with the embedding of token p + 1; drafted rows come after them."""
+        w, table = self.draft, _f64(self.target["embed"]["embedding"])
+        fused = self.features(text)[0]
+        if self.fc_norm:
+            parts = np.split(fused, len(self.aux_layers), axis=1)
+            fused = np.concatenate([self._norm(p, w[f"fc_norm_{i}"]) for i, p in enumerate(parts)], axis=1)
+        states, ids, drafts = list(fused @ _f64(w["fc"]["kernel"])), [*text[1:], bonus], []
+        for _ in range(steps):
+            x, layer = np.stack(states), w["midlayer"]
+            read = np.concatenate(
+                [self._norm(table[ids], layer["input_layernorm"]), self._norm(x, layer["hidden_norm"])],
+                axis=1,
+            )
+            out = self._block(layer, x, read, np.arange(len(x)), np.tri(len(x), dtype=bool))[-1]
+            normed = self._norm(out, w["norm"])
+            drafts.append(int(self.draft_ids[(normed @ _f64(w["lm_head"]["kernel"])).argmax()]))
+            states.append(normed if self.norm_output else out)
+            ids.append(drafts[-1])
+        return drafts
+
+    def _block(self, w, x, read, places, see):
+        """Llama's layer: attention reads `read`, the residual is `x`."""
+        q, k, v = (np.tensordot(read, _f64(w[name]["kernel"]), 1) for name in "qkv")
+        if "q_norm" in w:
+            q, k = self._norm(q, w["q_norm"]), self._norm(k, w["k_norm"])
+        q, k = self._rotate(q, places), self._rotate(k, places)
+        shared = q.shape[1] // k.shape[1]
+        heads = []
+        for n in range(q.shape[1]):
+            scores = np.where(see, q[:, n] @ k[:, n // shared].T / np.sqrt(q.shape[2]), -np.inf)
+            weights = np.exp(scores - scores.max(1, keepdims=True))
+            heads.append(weights / weights.sum(1, keepdims=True) @ v[:, n // shared])
+        x = x + np.tensordot(np.stack(heads, axis=1), _f64(w["o"]["kernel"]), 2)
+        y = self._norm(x, w["post_attention_layernorm"])
+        gate = y @ _f64(w["gate"]["kernel"])
+        return x + (gate / (1 + np.exp(-gate)) * (y @ _f64(w["up"]["kernel"]))) @ _f64(w["down"]["kernel"])
+
+    def _norm(self, x, w):
+        return x / np.sqrt((x * x).mean(-1, keepdims=True) + self.eps) * _f64(w["scale"])
+
+    def _rotate(self, x, places):
+        """Channel i and channel i + half turn together, as one complex number."""
+        half = x.shape[-1] // 2
+        turn = np.exp(1j * np.outer(places, self.theta ** (-np.arange(half) / half)))[:, None]
+        z = (x[..., :half] + 1j * x[..., half:]) * turn
+        return np.concatenate([z.real, z.imag], axis=-1)
+
+
+def _f64(x) -> np.ndarray:
+    return np.asarray(x, np.float64)

@@ -1,0 +1,190 @@
+"""The decoder against the numpy simulator, against plain greedy decoding, and against the unroll."""
+
+import dataclasses
+import functools
+
+import decode_fixture as tiny
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from eagle3_jax.decode.speculate import Speculator, decode
+from eagle3_jax.draft import model, unroll
+
+PROMPTS = [
+    *tiny.prompts(4, 1),
+    *tiny.prompts(3, 2),
+]  # four that the draft was trained on, three that it was not
+BATCH = 3  # so that the last batch is short
+KINDS = {"trained": tiny.trained, "untrained": tiny.untrained}
+
+
+@functools.cache
+def answers(steps: int, limit: int = tiny.LIMIT, ends: tuple[int, ...] = (), kind: str = "trained"):
+    speculator, target = tiny.speculator(steps), tiny.tiny()
+    return decode(
+        speculator, target.params, KINDS[kind](), PROMPTS, max_new_tokens=limit, end_tokens=ends, batch=BATCH
+    )
+
+
+@functools.cache
+def greedy(limit: int = tiny.LIMIT, ends: tuple[int, ...] = ()) -> list[list[int]]:
+    target = tiny.tiny()
+    written = [target.writer.write(target.params, part, limit, ends) for part in (PROMPTS[:4], PROMPTS[3:])]
+    return [w.ids[w.answer :].tolist() for w in [*written[0], *written[1][1:]]]
+
+
+def assert_equal_to_the_oracle(oracle, prompts, found, **settings):
+    for prompt, answer in zip(prompts, found, strict=True):
+        tokens, rounds = oracle.decode(prompt, **settings)
+        assert [vars(r) for r in answer.rounds] == [vars(r) for r in rounds]
+        assert answer.tokens == tokens
+
+
+def drafted_counts(found, steps: int) -> np.ndarray:
+    return np.bincount([r.accepted for a in found for r in a.rounds], minlength=steps + 1)
+
+
+@pytest.mark.parametrize("steps", [1, 3, 5])
+def test_every_round_equals_the_numpy_simulator(steps):
+    found = answers(steps)
+    assert np.count_nonzero(drafted_counts(found, steps)) >= 2 + steps // 2, "the rounds are too much alike"
+    assert_equal_to_the_oracle(
+        tiny.oracle(tiny.trained()), PROMPTS, found, steps=steps, max_new_tokens=tiny.LIMIT, end_tokens=()
+    )
+
+
+def test_answers_do_not_depend_on_what_is_decoded_beside_them():
+    """A batch larger than the number of prompts, and prompts in another order."""
+    some = [PROMPTS[i] for i in (5, 0)]
+    told = []
+    found = decode(
+        tiny.speculator(3), tiny.tiny().params, tiny.trained(), some, max_new_tokens=tiny.LIMIT, end_tokens=(),
+        batch=BATCH, advance=told.append,
+    )  # fmt: skip
+    for got, want in zip(found, (answers(3)[i] for i in (5, 0)), strict=True):
+        assert (got.tokens, got.rounds) == (want.tokens, want.rounds)
+    assert sum(told) == 2 * (tiny.LIMIT - 1), "the prefill's token is not a round's"
+
+
+@pytest.mark.parametrize("options", [{"fc_norm": True, "norm_output": True}], ids=["fc_norm-norm_output"])
+def test_the_drafts_options_are_decoded_as_the_simulator_does(options):
+    """On a Qwen3 target, whose heads are normed."""
+    graph, params = model.init(tiny.draft_shape(**options), 4)
+    params = jax.tree.map(
+        lambda x: x * jnp.broadcast_to(jnp.linspace(0.7, 1.4, x.shape[-1]), x.shape), params
+    )
+    weights, target = tiny.weights(graph, params, "qwen3"), tiny.tiny("qwen3")
+    prompts = PROMPTS[:3]
+    found = decode(
+        tiny.speculator(2, "qwen3"), target.params, weights, prompts, max_new_tokens=12, end_tokens=(),
+        batch=BATCH,
+    )  # fmt: skip
+    assert_equal_to_the_oracle(
+        tiny.oracle(weights, "qwen3", **options), prompts, found, steps=2, max_new_tokens=12, end_tokens=()
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("steps", [1, 5])
+def test_text_equals_plain_greedy_decoding(steps, kind):
+    assert [a.tokens for a in answers(steps, kind=kind)] == greedy()
+
+
+class Told(Speculator):
+    """Drafts are the true continuation, made wrong after `right(n)` tokens; the draft's own are thrown away."""
+
+    def __init__(self, compiled: Speculator, texts: list[list[int]], right):
+        self.__dict__.update(vars(compiled))
+        self.texts, self.right = texts, right
+
+    def batch(self, target_params, weights, prompts, length):
+        self.rows = [next(t for t in self.texts if t[: len(p)] == list(p)) for p in prompts]
+        return super().batch(target_params, weights, prompts, length)
+
+    def round(self, target_params, weights, state, active_B):
+        drafts = np.array(state["drafts"])
+        for row, text, n in zip(drafts, self.rows, np.array(state["n"]), strict=True):
+            true = text[n + 1 : n + 1 + self.steps]
+            row[: len(true)] = true
+            row[self.right(int(n)) :] = (row[self.right(int(n)) :] + 1) % tiny.V
+        return super().round(target_params, weights, state | {"drafts": drafts}, active_B)
+
+
+def told(right, limit: int = tiny.LIMIT, ends: tuple[int, ...] = ()):
+    texts = [[*p, *t] for p, t in zip(PROMPTS, greedy(tiny.LIMIT + 8), strict=True)]
+    return decode(
+        Told(tiny.speculator(3), texts, right), tiny.tiny().params, tiny.untrained(), PROMPTS,
+        max_new_tokens=limit, end_tokens=ends, batch=BATCH,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "right", [lambda n: 3, lambda n: 0, lambda n: n % 4], ids=["always", "never", "sometimes"]
+)
+def test_text_does_not_depend_on_how_much_is_accepted(right):
+    found = told(right)
+    assert [a.tokens for a in found] == greedy()
+    assert all(r.accepted == right(r.n) for a in found for r in a.rounds)
+
+
+@pytest.mark.parametrize("limit", [1, 2, 4, 5, 6])
+def test_max_new_tokens_is_exact_and_the_last_round_is_kept_whole(limit):
+    """Four tokens a round after the prefill's one: 5 tokens fit exactly, 6 begin a round of which one is wanted."""
+    found = told(lambda n: 3, limit)
+    assert [a.tokens for a in found] == [t[:limit] for t in greedy()]
+    assert all([r.accepted for r in a.rounds] == [3] * -(-(limit - 1) // 4) for a in found)
+
+
+def test_an_end_token_stops_an_answer_and_stays():
+    """At every place of a round, also where it is the prefill's token."""
+    for at in range(6):
+        ends = (greedy()[0][at], 1000)
+        want = [t[: t.index(ends[0]) + 1] if ends[0] in t else t for t in greedy()]
+        found = told(lambda n: 3, ends=ends)
+        assert [a.tokens for a in found] == want == greedy(ends=ends)
+        assert all(len(a.rounds) == -(-(len(a.tokens) - 1) // 4) for a in found)
+    assert len({len(t) for t in want}) > 2
+
+
+def test_scores_are_those_of_the_best_two_tokens():
+    oracle = tiny.oracle(tiny.trained())
+    for prompt, answer in zip(PROMPTS[:2], answers(3), strict=False):
+        logits = oracle.features([*prompt, *answer.tokens])[1][len(prompt) - 1 : -1]
+        first, second = np.argsort(logits, axis=1)[:, :-3:-1].T
+        at = np.arange(len(logits))
+        assert answer.tokens == first.tolist()
+        assert [s[1] for s in answer.scores] == second.tolist()
+        np.testing.assert_allclose([s[0] for s in answer.scores], logits[at, first], rtol=1e-4)
+        np.testing.assert_allclose([s[2] for s in answer.scores], logits[at, second], rtol=1e-4)
+
+
+@pytest.mark.parametrize("steps", [5])
+def test_leading_right_steps_under_teacher_forcing_equal_what_is_accepted(steps):
+    """For every row that the decoder drafts from; the text goes on to the last round's overshoot."""
+    found, target, weights = answers(steps), tiny.tiny(), tiny.trained()
+    texts = [
+        [*p, a.rounds[0].bonus, *(t for r in a.rounds for t in r.emitted)]
+        for p, a in zip(PROMPTS, found, strict=True)
+    ]
+    T = max(map(len, texts))
+    ids = np.array([t + [0] * (T - len(t)) for t in texts], np.int32)
+    position = np.broadcast_to(np.arange(T, dtype=np.int32), ids.shape)
+    segment = (position < np.array([[len(t)] for t in texts])).astype(np.int32)
+
+    @jax.jit
+    def proposals(params, weights, ids, position, segment):
+        aux, _ = target.target.features(params, ids, position, segment)
+        draft = model.bind(weights.graph, weights.params)
+        return unroll.proposals(draft, weights.embedding, weights.d2t, ids, position, segment, aux, steps)
+
+    guessed = np.array(proposals(target.params, weights, ids, position, segment))
+    checked = 0
+    for row, (text, answer) in enumerate(zip(texts, found, strict=True)):
+        for round_ in answer.rounds:
+            t = round_.n - 1
+            right = [t + 2 + k < len(text) and guessed[k, row, t] == text[t + 2 + k] for k in range(steps)]
+            assert [*right, False].index(False) == round_.accepted, (row, dataclasses.asdict(round_))
+            checked += 1
+    assert checked == drafted_counts(found, steps).sum() > 80
