@@ -58,7 +58,7 @@ class Report:
             shape = " x ".join(map(str, leaf.shape))
             table.add_row(path, shape, leaf.label, _since(leaf), leaf.origin, leaf.origin_check)
         # A line that runs on reads better than a cell of four lines.
-        Console(file=console.file, width=max(console.width, 150)).print(table)
+        Console(file=console.file, width=max(console.width, 190)).print(table)
         console.print(f"began: {self.began}", highlight=False)
         for key, value in self.embedding.items():
             console.print(f"embedding, {key.replace('_', ' ')}: {value}", highlight=False)
