@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from unittest.mock import ANY
 
 import decode_fixture as tiny
 import jax
@@ -9,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from eagle3_jax.decode.speculate import Speculator, decode
+from eagle3_jax.decode import speculate
+from eagle3_jax.decode.speculate import Answer, Speculator, decode
 from eagle3_jax.draft import model, unroll
 
 PROMPTS = [
@@ -112,10 +114,10 @@ class Told(Speculator):
         return super().round(target_params, weights, state | {"drafts": drafts}, active_B)
 
 
-def told(right, limit: int = tiny.LIMIT, ends: tuple[int, ...] = ()):
+def told(right, limit: int = tiny.LIMIT, ends: tuple[int, ...] = (), prompts=PROMPTS):
     texts = [[*p, *t] for p, t in zip(PROMPTS, greedy(tiny.LIMIT + 8), strict=True)]
     return decode(
-        Told(tiny.speculator(3), texts, right), tiny.tiny().params, tiny.untrained(), PROMPTS,
+        Told(tiny.speculator(3), texts, right), tiny.tiny().params, tiny.untrained(), prompts,
         max_new_tokens=limit, end_tokens=ends, batch=BATCH,
     )  # fmt: skip
 
@@ -135,6 +137,17 @@ def test_max_new_tokens_is_exact_and_the_last_round_is_kept_whole(limit):
     found = told(lambda n: 3, limit)
     assert [a.tokens for a in found] == [t[:limit] for t in greedy()]
     assert all([r.accepted for r in a.rounds] == [3] * -(-(limit - 1) // 4) for a in found)
+
+
+def test_a_cache_without_spare_room_is_long_enough(monkeypatch):
+    """Lengths are rounded up to a bucket, which would hide an array that is too short; here it is 1."""
+    want = greedy()[:BATCH]
+    monkeypatch.setattr(speculate, "BUCKET", 1)
+    target, prompts = tiny.tiny(), PROMPTS[:BATCH]
+    assert told(lambda n: 3, prompts=prompts) == [Answer(t, ANY, ANY) for t in want]
+    assert told(lambda n: 0, prompts=prompts) == [Answer(t, ANY, ANY) for t in want]
+    written = target.writer.write(target.params, prompts, tiny.LIMIT, ())
+    assert [w.ids[w.answer :].tolist() for w in written] == want
 
 
 def test_an_end_token_stops_an_answer_and_stays():
