@@ -61,6 +61,12 @@ def evaluate(
         for p in defaults.evaluation_prompts(config.evaluate.prompts)[: config.evaluate.max_prompts]
     ]
     e = config.evaluate
+    longest = max(len(p["ids"]) for p in prompts) + e.max_new_tokens + e.steps + 1
+    if longest > target.shape.max_position_embeddings:
+        raise DataError(
+            f"a prompt and evaluate.max_new_tokens={e.max_new_tokens} take {longest} positions, "
+            f"the target has {target.shape.max_position_embeddings}"
+        )
     result, answers = evaluation.evaluate(
         target, params, _serving_draft(draft), prompts, setup.end_tokens(tok), steps=e.steps,
         max_new_tokens=e.max_new_tokens, batch=e.batch, label=f"evaluate step {draft.step}",

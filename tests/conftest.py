@@ -1,6 +1,18 @@
 """Eight virtual CPU devices for every test. Must run before anything touches a JAX device."""
 
-import jax
+import os
+
+# Nearly all of the time goes into compiling tiny programs once.
+os.environ["XLA_FLAGS"] = " ".join(
+    [
+        os.environ.get("XLA_FLAGS", ""),
+        "--xla_backend_optimization_level=0",
+        "--xla_llvm_disable_expensive_passes=true",
+        "--xla_cpu_use_fusion_emitters=false",
+    ]
+)
+
+import jax  # noqa: E402
 
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)

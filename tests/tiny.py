@@ -47,7 +47,6 @@ def target(path: Path, seed: int = 0) -> Path:
         f"{name}.weight": (rng.normal(size=s) * 0.3 + (len(s) == 1)).astype(np.float32)
         for name, s in shapes.items()
     }
-    weights["lm_head.weight"] *= 3  # as sure of its next token as a trained model is
     tensors.save(path / tensors.FILE, weights)
     config = dict(
         architectures=["LlamaForCausalLM"], model_type="llama", hidden_size=D, intermediate_size=F,

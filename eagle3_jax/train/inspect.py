@@ -147,7 +147,8 @@ def _movement(path: str, leaf: Leaf, was: np.ndarray, now: np.ndarray) -> list[s
         return [f"{path} is trained but did not move since step 0: no gradient reaches it"]
     # Decay alone draws every weight towards 0, along the leaf itself; a gradient never does.
     along = np.sum(change * was, dtype=np.float64) / (norm * size) if size else 0.0
-    if was.size >= 16 and along < -0.9 and not (np.abs(now) > np.abs(was)).any():
+    # Norm scales are not decayed, and a head that is too sure shrinks all of one's entries.
+    if was.ndim > 1 and was.size >= 16 and along < -0.9 and not (np.abs(now) > np.abs(was)).any():
         return [f"{path} only shrank towards 0, as weight decay does: no gradient reaches it"]
     return []
 
