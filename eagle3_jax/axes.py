@@ -9,7 +9,8 @@ Arrays of rank >= 2 carry their letters as a suffix (`logits_BTU`); layouts and 
 in lower case.
 """
 
-import math
+import contextlib
+from collections.abc import Callable
 
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
@@ -23,8 +24,12 @@ RULES = {"b": "data", "n": "model", "g": "model", "f": "model", "u": "model", "v
 
 
 def make_mesh(data: int = 1, model: int = 1) -> Mesh:
-    """A `data x model` mesh over the first data*model devices."""
-    wanted, there = data * model, jax.device_count()
+    """A `data x model` mesh over the first data*model devices; on a CPU as many virtual ones, if it is asked first."""
+    wanted = data * model
+    if wanted > 1:
+        with contextlib.suppress(RuntimeError):  # the devices are known already
+            jax.config.update("jax_num_cpu_devices", wanted)
+    there = jax.device_count()
     if wanted > there:
         raise ConfigError(f"mesh.data={data} x mesh.model={model} wants {wanted} devices, {there} found")
     return jax.make_mesh(
@@ -64,6 +69,30 @@ def replicated_by_need(mesh: Mesh, axes: str, shape: tuple[int, ...]) -> list[st
     return [a for a, name, n in wanted if name and n % mesh.shape[name]]
 
 
+def rows(mesh: Mesh) -> NamedSharding:
+    """Rows over the data axis, whatever else an array has."""
+    return NamedSharding(mesh, PartitionSpec("data"))
+
+
+def round_up(n: int, step: int) -> int:
+    """The least multiple of `step` that is not below `n`."""
+    return -(-n // step) * step
+
+
+def over_rows(
+    function: Callable, mesh: Mesh, arguments: int, whole: int, donate: tuple[int, ...] = ()
+) -> Callable:
+    """Jit `function` of `arguments` arguments so that every data shard runs it on its own rows.
+
+    The first `whole` arguments are the same everywhere; all others, and the results, have rows as first axis.
+    """
+    specs = tuple(PartitionSpec() if i < whole else PartitionSpec("data") for i in range(arguments))
+    mapped = jax.shard_map(
+        function, mesh=mesh, in_specs=specs, out_specs=PartitionSpec("data"), check_vma=False
+    )
+    return jax.jit(mapped, donate_argnums=donate)
+
+
 def check_batch(mesh: Mesh, rows: int, key: str = "train.batch") -> None:
     """A batch that the data axis does not divide is an error: padding it would change the loss."""
     if rows % mesh.shape["data"]:
@@ -71,12 +100,3 @@ def check_batch(mesh: Mesh, rows: int, key: str = "train.batch") -> None:
             f"{key}={rows} rows do not divide over mesh.data={mesh.shape['data']}; "
             f"nearest: {max(1, round(rows / mesh.shape['data'])) * mesh.shape['data']}"
         )
-
-
-def size(axes: str, sizes: dict[str, int]) -> tuple[int, ...]:
-    """Shape of an array from its letters; `size("c n h", sizes)`."""
-    return tuple(sizes[a] for a in axes.split())
-
-
-def count(shape: tuple[int, ...]) -> int:
-    return math.prod(shape)

@@ -43,7 +43,7 @@ def capture(config: RunConfig) -> features.Store:
     target, params = setup.load_target(config, files, mesh)
     ends = setup.end_tokens(setup.tokenizer(files))
     tokens = prepare.load(config.data.prepared)
-    return capture_features(config, target, params, tokens, ends, weights.digest(files.directory))
+    return capture_features(config, target, params, tokens, ends, weights.digest(files.directory), mesh)
 
 
 def evaluate(
@@ -55,7 +55,8 @@ def evaluate(
     """
     draft = checkpoint.load_draft(run, step)
     config = configuration.override(configuration.from_dict(draft.meta["config"], str(run)), overrides)
-    target, params, tok = _serving_target(config, draft.meta)
+    mesh = axes.make_mesh(config.mesh.data)
+    target, params, tok = _serving_target(config, draft.meta, mesh)
     prompts = [
         p | {"ids": chat.prompt(tok, (("user", p["prompt"]),)).tolist()}
         for p in defaults.evaluation_prompts(config.evaluate.prompts)[: config.evaluate.max_prompts]
@@ -68,7 +69,7 @@ def evaluate(
             f"the target has {target.shape.max_position_embeddings}"
         )
     result, answers = evaluation.evaluate(
-        target, params, _serving_draft(draft), prompts, setup.end_tokens(tok), steps=e.steps,
+        target, params, _serving_draft(draft), prompts, setup.end_tokens(tok), mesh, steps=e.steps,
         max_new_tokens=e.max_new_tokens, batch=e.batch, label=f"evaluate step {draft.step}",
     )  # fmt: skip
     result = {"accept_length": result.pop("accept_length"), "step": draft.step, "run": str(run)} | result
@@ -88,8 +89,9 @@ def curve(run: str | Path) -> list[dict]:
     minutes = {0: 0.0} | {line["step"]: line["seconds"] / 60 for line in log}
     drafts = [checkpoint.load_draft(run, step) for step in checkpoint.steps_of(run)]
     config = configuration.from_dict(drafts[0].meta["config"], str(run))
-    target, params, _ = _serving_target(config, drafts[0].meta)
-    texts = Texts(target, params, [(a["prompt"], a["tokens"]) for a in answers], config.evaluate.batch)
+    mesh = axes.make_mesh(config.mesh.data)
+    target, params, _ = _serving_target(config, drafts[0].meta, mesh)
+    texts = Texts(target, params, [(a["prompt"], a["tokens"]) for a in answers], config.evaluate.batch, mesh)
     lengths = walk(texts, map(_serving_draft, drafts), config.evaluate.steps)
     return [
         dict(step=d.step, minutes=minutes[d.step], accept_length=x)
@@ -97,7 +99,7 @@ def curve(run: str | Path) -> list[dict]:
     ]
 
 
-def _serving_target(config: RunConfig, meta: dict):
+def _serving_target(config: RunConfig, meta: dict, mesh):
     """The target that a draft was trained for, its parameters and tokenizer. Raises DataError for another one."""
     files = setup.find_target(config)
     now, then = weights.digest(files.directory), meta["target"]["weights_digest"]
@@ -106,7 +108,7 @@ def _serving_target(config: RunConfig, meta: dict):
             f"{files.directory}: weights {now[:12]}, but the draft was trained for weights {then[:12]}"
         )
     target = Target(files.shape, tuple(meta["aux_layers"]), config.target.dtype)
-    return target, weights.load(files.directory, target, axes.make_mesh()), setup.tokenizer(files)
+    return target, weights.load(files.directory, target, mesh), setup.tokenizer(files)
 
 
 def _serving_draft(draft: checkpoint.LoadedDraft) -> DraftWeights:

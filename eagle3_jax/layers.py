@@ -128,42 +128,38 @@ def causal_mask(position_BT: jax.Array, segment_BT: jax.Array) -> jax.Array:
     return same_BTS & (position_BT[:, :, None] >= position_BT[:, None, :])
 
 
-def empty_cache(layers: int, batch: int, heads: int, head_dim: int, length: int, dtype) -> dict:
-    """Keys [L, B, G, H, S], so that scores are a plain product along S, and values [L, B, G, S, H]."""
+def empty_cache(batch: int, heads: int, head_dim: int, length: int, dtype) -> dict:
+    """Keys [B, G, H, S], so that scores are a plain product along S, and values [B, G, S, H]."""
     return {
-        "k": jnp.zeros((layers, batch, heads, head_dim, length), dtype),
-        "v": jnp.zeros((layers, batch, heads, length, head_dim), dtype),
+        "k": jnp.zeros((batch, heads, head_dim, length), dtype),
+        "v": jnp.zeros((batch, heads, length, head_dim), dtype),
     }
 
 
-def write_cache(cache: dict, k_LBGHT: jax.Array, v_LBGTH: jax.Array, start_B: jax.Array) -> dict:
-    """Write T positions per row from `start` on.
+def write_cache(cache: dict, new: dict, start_B: jax.Array) -> dict:
+    """Write T positions per row from `start` on: keys [B, G, H, T], values [B, G, T, H].
 
     A loop over rows: XLA updates the buffer in place there, while a batched scatter copies it.
     """
 
     def row(b, cache):
-        k, v = (jax.lax.dynamic_slice_in_dim(x, b, 1, axis=1) for x in (k_LBGHT, v_LBGTH))
+        k, v = (jax.lax.dynamic_slice_in_dim(new[n], b, 1).astype(cache[n].dtype) for n in ("k", "v"))
         return {
-            "k": jax.lax.dynamic_update_slice(
-                cache["k"], k.astype(cache["k"].dtype), (0, b, 0, 0, start_B[b])
-            ),
-            "v": jax.lax.dynamic_update_slice(
-                cache["v"], v.astype(cache["v"].dtype), (0, b, 0, start_B[b], 0)
-            ),
+            "k": jax.lax.dynamic_update_slice(cache["k"], k, (b, 0, 0, start_B[b])),
+            "v": jax.lax.dynamic_update_slice(cache["v"], v, (b, 0, start_B[b], 0)),
         }
 
     return jax.lax.fori_loop(0, len(start_B), row, cache)
 
 
-def cached_attention(q_BTNH, k_BTGH, v_BTGH, k_BGHS, v_BGSH, start_B):
+def cached_attention(q_BTNH, k_BTGH, v_BTGH, cache: dict, start_B):
     """Attention of T new rows over a cache filled below `start` and over themselves, causally.
 
-    Returns attended [B, T, N, H] and what to write: keys [B, G, H, T], values [B, G, T, H].
+    Returns attended [B, T, N, H] and what to write into the cache.
     """
-    B, T, S = len(start_B), q_BTNH.shape[1], k_BGHS.shape[3]
-    new_k, new_v = k_BTGH.transpose(0, 2, 3, 1), v_BTGH.transpose(0, 2, 1, 3)
+    B, T, S = len(start_B), q_BTNH.shape[1], cache["k"].shape[3]
+    new = {"k": k_BTGH.transpose(0, 2, 3, 1), "v": v_BTGH.transpose(0, 2, 1, 3)}
     before_BTS = jnp.broadcast_to(jnp.arange(S)[None, None] < start_B[:, None, None], (B, T, S))
     own_BTT = jnp.broadcast_to(jnp.tril(jnp.ones((T, T), bool)), (B, T, T))
-    out = joint_attention(q_BTNH, [(k_BGHS, v_BGSH, before_BTS), (new_k, new_v, own_BTT)])
-    return out, (new_k, new_v)
+    parts = [(cache["k"], cache["v"], before_BTS), (new["k"], new["v"], own_BTT)]
+    return joint_attention(q_BTNH, parts), new

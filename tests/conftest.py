@@ -12,7 +12,7 @@ os.environ["XLA_FLAGS"] = " ".join(
     ]
 )
 
-import jax  # noqa: E402
+import jax
 
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)

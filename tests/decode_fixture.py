@@ -9,6 +9,7 @@ import numpy as np
 import optax
 from oracle import Oracle
 
+from eagle3_jax import axes
 from eagle3_jax.decode import speculate
 from eagle3_jax.decode.greedy import Writer
 from eagle3_jax.draft import loss, model, unroll
@@ -44,7 +45,7 @@ def tiny(family: str = "llama") -> Tiny:
         gain = {"o": 0.15, "down": 0.15, "embed": D**0.5}.get(path[-2].key, 1.5)
         return jnp.asarray(gain / D**0.5 * rng.normal(size=leaf.shape), leaf.dtype)
 
-    return Tiny(target, jax.tree.map_with_path(draw, target.abstract), Writer(target))
+    return Tiny(target, jax.tree.map_with_path(draw, target.abstract), Writer(target, axes.make_mesh()))
 
 
 def prompts(count: int, seed: int) -> list[list[int]]:
@@ -114,7 +115,7 @@ def as_batch(texts) -> unroll.Batch:
 
 @functools.cache
 def speculator(steps: int, family: str = "llama") -> speculate.Speculator:
-    return speculate.Speculator(tiny(family).target, steps)
+    return speculate.Speculator(tiny(family).target, steps, axes.make_mesh())
 
 
 def oracle(draft: speculate.DraftWeights, family: str = "llama", **options) -> Oracle:

@@ -10,7 +10,7 @@ from eagle3_jax.draft import model
 from eagle3_jax.draft.shape import DraftShape
 from eagle3_jax.draft.unroll import Vocabulary
 from eagle3_jax.train import optim
-from eagle3_jax.train.step import Step, batch_sharding
+from eagle3_jax.train.step import Step
 
 ROWS, T, V, U, D = 8, 16, 40, 24, 16
 SHAPE = DraftShape(
@@ -81,7 +81,7 @@ def placed(mesh, whole: dict | None = None, data: dict | None = None) -> tuple[d
     """(trained, frozen, batch) on a mesh, sharded as in training."""
     whole, data = whole or tree(), data or batch()
     whole = jax.tree.map(lambda a, x: jax.device_put(x, axes.named(mesh, a, x.shape)), AXES, whole)
-    return *optim.split(whole, optim.labels(whole, FREEZE)), jax.device_put(data, batch_sharding(mesh))
+    return *optim.split(whole, optim.labels(whole, FREEZE)), jax.device_put(data, axes.rows(mesh))
 
 
 def assert_close_gradients(got: dict, want: dict, of_maximum: float = 1e-5) -> None:

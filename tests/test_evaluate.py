@@ -7,6 +7,7 @@ import decode_fixture as tiny
 import numpy as np
 import pytest
 
+from eagle3_jax import axes
 from eagle3_jax.decode import evaluate
 from eagle3_jax.decode.speculate import Answer, Round
 from eagle3_jax.errors import DataError
@@ -98,9 +99,17 @@ def evaluated():
     """(the dictionary, the answers), with an end token that some answers reach."""
     target = tiny.tiny()
     with pytest.MonkeyPatch.context() as patch:  # one compilation for all files
-        patch.setattr(evaluate, "Speculator", lambda target, steps: tiny.speculator(steps))
+        patch.setattr(evaluate, "Speculator", lambda target, steps, mesh: tiny.speculator(steps))
         return evaluate.evaluate(
-            target.target, target.params, tiny.trained(), PROMPTS, (7,), steps=3, max_new_tokens=21, batch=3
+            target.target,
+            target.params,
+            tiny.trained(),
+            PROMPTS,
+            (7,),
+            axes.make_mesh(),
+            steps=3,
+            max_new_tokens=21,
+            batch=3,
         )
 
 
@@ -152,7 +161,9 @@ def changed(answers, prompt: int, token: int, to: int, score=(1.0, 0, 0.0)):
 
 def check(answers, params=None):
     target = tiny.tiny()
-    return evaluate.check_greedy(target.target, params or target.params, PROMPTS, answers, 3)
+    return evaluate.check_greedy(
+        target.target, params or target.params, PROMPTS, answers, 3, axes.make_mesh()
+    )
 
 
 def test_a_wrong_token_is_refused_with_its_prompt_and_place():

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
-from eagle3_jax.decode.speculate import Answer, DraftWeights, Speculator, decode, pad_prompts
+from eagle3_jax import axes
+from eagle3_jax.decode.speculate import Answer, DraftWeights, Speculator, decode, pad_texts
 from eagle3_jax.errors import DataError
 from eagle3_jax.progress import bar
 from eagle3_jax.target.model import Target
@@ -21,21 +23,21 @@ MOST_EXCUSED = 1 / 500  # of the tokens
 
 
 def evaluate(
-    target: Target, params: dict, weights: DraftWeights, prompts: Sequence[dict], end_tokens: tuple[int, ...], *,
-    steps: int, max_new_tokens: int, batch: int, label: str = "evaluate",
+    target: Target, params: dict, weights: DraftWeights, prompts: Sequence[dict], end_tokens: tuple[int, ...],
+    mesh: Mesh, *, steps: int, max_new_tokens: int, batch: int, label: str = "evaluate",
 ) -> tuple[dict, list[Answer]]:  # fmt: skip
     """Decode `prompts` (dicts of id, category, ids): what evaluate.json holds, and the answers.
 
     Raises DataError where the decoder's text is not the target's greedy text.
     """
-    speculator = Speculator(target, steps)
+    speculator = Speculator(target, steps, mesh)
     batch = min(batch, len(prompts))
     with bar(label, len(prompts) * max_new_tokens, "tokens") as progress:
         answers = decode(
             speculator, params, weights, [p["ids"] for p in prompts], max_new_tokens=max_new_tokens,
             end_tokens=end_tokens, batch=batch, advance=progress.advance,
         )  # fmt: skip
-    excused = check_greedy(target, params, prompts, answers, batch)
+    excused = check_greedy(target, params, prompts, answers, batch, mesh)
     result = summary(prompts, answers, steps) | {
         "greedy": {
             "tokens": sum(len(a.tokens) for a in answers),
@@ -95,7 +97,9 @@ def loops(tokens: Sequence[int], longest: int = 24) -> bool:
     return len(tail) == 2 * longest and any(tail[p:] == tail[:-p] for p in range(1, longest + 1))
 
 
-def check_greedy(target: Target, params, prompts, answers: Sequence[Answer], batch: int) -> list[dict]:
+def check_greedy(
+    target: Target, params, prompts, answers: Sequence[Answer], batch: int, mesh: Mesh
+) -> list[dict]:
     """Near ties at which the decoder left the target's greedy text; anything else is a DataError.
 
     A text is greedy if each token is the argmax after the text before it, so that one forward pass over the
@@ -103,31 +107,34 @@ def check_greedy(target: Target, params, prompts, answers: Sequence[Answer], bat
     """
 
     @jax.jit
-    def score(params, ids_BT, chosen_BT, position_BT, segment_BT):
-        """Argmax, its logit and the chosen token's logit after every position."""
-        logits = target.logits(params, target.features(params, ids_BT, position_BT, segment_BT)[1])
-        mine = jnp.take_along_axis(logits, chosen_BT[..., None], axis=-1)[..., 0]
-        return jnp.argmax(logits, axis=-1), jnp.max(logits, axis=-1), mine
+    def score(params, ids_BT, position_BT, segment_BT, at_BN, chosen_BN):
+        """At N positions of each row: argmax, its logit and the chosen next token's logit."""
+        _, final_BTD = target.features(params, ids_BT, position_BT, segment_BT)
+        logits_BNV = target.logits(params, jnp.take_along_axis(final_BTD, at_BN[..., None], axis=1))
+        chosen_BN = jnp.take_along_axis(logits_BNV, chosen_BN[..., None], axis=-1)[..., 0]
+        return jnp.argmax(logits_BNV, axis=-1), jnp.max(logits_BNV, axis=-1), chosen_BN
 
     excused, order = [], sorted(range(len(prompts)), key=lambda i: len(prompts[i]["ids"]))
-    total = sum(len(p["ids"]) + len(a.tokens) for p, a in zip(prompts, answers, strict=True))
+    batch = axes.round_up(batch, mesh.shape["data"])
+    total, longest = sum(len(a.tokens) for a in answers), max(len(a.tokens) for a in answers)
     with bar("check against greedy", total, "tokens") as progress:
         for start in range(0, len(order), batch):
             part = order[start : start + batch]
-            part += [part[-1]] * (batch - len(part))
-            texts = [[*prompts[i]["ids"], *answers[i].tokens] for i in part]
-            ids_BT, n_B = pad_prompts(texts)
-            position_BT = np.broadcast_to(np.arange(ids_BT.shape[1], dtype=np.int32), ids_BT.shape)
-            segment_BT = (position_BT < n_B[:, None]).astype(np.int32)
-            chosen_BT = np.roll(ids_BT, -1, axis=1)
-            best, top, mine = jax.device_get(score(params, ids_BT, chosen_BT, position_BT, segment_BT))
-            for b, i in enumerate(part[: len(order) - start]):
-                first = len(prompts[i]["ids"]) - 1
+            filled = part + [part[-1]] * (batch - len(part))
+            packed = pad_texts([[*prompts[i]["ids"], *answers[i].tokens] for i in filled])
+            at_BN, chosen_BN = np.zeros((2, batch, longest), np.int32)
+            for b, i in enumerate(filled):
+                n = len(answers[i].tokens)
+                at_BN[b, :n] = len(prompts[i]["ids"]) - 1 + np.arange(n)
+                chosen_BN[b, :n] = answers[i].tokens
+            placed = jax.device_put((*packed, at_BN, chosen_BN), axes.rows(mesh))
+            best, top, mine = jax.device_get(score(params, *placed))
+            for b, i in enumerate(part):
                 for t, token in enumerate(answers[i].tokens):
-                    if (want := int(best[b, first + t])) == token:
+                    if (want := int(best[b, t])) == token:
                         continue
                     logit, runner_up, other = answers[i].scores[t]
-                    here = (top[b, first + t] - mine[b, first + t]) / abs(top[b, first + t])
+                    here = float((top[b, t] - mine[b, t]) / abs(top[b, t]))
                     there = (logit - other) / abs(logit)
                     if runner_up != want or here > NEAR_TIE or there > NEAR_TIE:
                         raise DataError(
@@ -135,10 +142,9 @@ def check_greedy(target: Target, params, prompts, answers: Sequence[Answer], bat
                             f"{want} (relative gap {here:.1e}); the decoder is not lossless"
                         )
                     excused.append(
-                        dict(prompt=prompts[i]["id"], token=t, chosen=token, greedy=want, gap=float(here))
+                        dict(prompt=prompts[i]["id"], token=t, chosen=token, greedy=want, gap=here)
                     )
-            progress.advance(sum(len(t) for t in texts[: len(order) - start]))
-    tokens = sum(len(a.tokens) for a in answers)
-    if len(excused) > tokens * MOST_EXCUSED:
-        raise DataError(f"{len(excused)} near ties in {tokens} tokens, at most 1 in 500 may be excused")
+            progress.advance(sum(len(answers[i].tokens) for i in part))
+    if len(excused) > total * MOST_EXCUSED:
+        raise DataError(f"{len(excused)} near ties in {total} tokens, at most 1 in 500 may be excused")
     return excused

@@ -6,7 +6,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
+from eagle3_jax import axes
 from eagle3_jax.decode.speculate import bucket, pad_prompts
 from eagle3_jax.target.model import Target
 
@@ -28,12 +30,12 @@ class Written(NamedTuple):
 
 
 class Writer:
-    """Compiled prefill and CHUNK steps of one target."""
+    """Compiled prefill and CHUNK steps of one target; the rows of a batch are spread over the data axis."""
 
-    def __init__(self, target: Target):
+    def __init__(self, target: Target, mesh: Mesh):
         self.target = target
-        self._prefill = jax.jit(self._prefill_impl, donate_argnames="cache")
-        self._steps = jax.jit(self._steps_impl, donate_argnames="cache")
+        self._prefill = axes.over_rows(self._prefill_impl, mesh, arguments=5, whole=1, donate=(1,))
+        self._steps = axes.over_rows(self._steps_impl, mesh, arguments=4, whole=1, donate=(1,))
 
     def _prefill_impl(self, params, cache, ids_BT, n_B, zero_B):
         aux, final, cache = self.target.decode(params, cache, ids_BT, zero_B)
@@ -41,9 +43,11 @@ class Writer:
         return top[jnp.arange(len(n_B)), n_B - 1], cache, (aux, final, top, lse)
 
     def _steps_impl(self, params, cache, token_B, n_B):
+        layers = self.target.unstack(params)
+
         def one(carry, _):
             cache, token_B, n_B = carry
-            aux, final, cache = self.target.decode(params, cache, token_B[:, None], n_B)
+            aux, final, cache = self.target.decode(params, cache, token_B[:, None], n_B, layers)
             top, lse = self.target.top_and_lse(params, final)
             return (cache, top[:, 0], n_B + 1), (token_B, *(x[:, 0] for x in (aux, final, top, lse)))
 

@@ -16,7 +16,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 
+from eagle3_jax import axes
 from eagle3_jax.draft import model
 from eagle3_jax.layers import cached_attention, empty_cache, write_cache
 from eagle3_jax.target.model import Target
@@ -62,8 +64,8 @@ def _draft_rows(draft: model.Draft, weights, cache, ids_BT, state_BTD, start_B):
     embed_BTD = weights.embedding[ids_BT].astype(state_BTD.dtype)
     position_BT = start_B[:, None] + jnp.arange(ids_BT.shape[1])[None]
     q, k, v = draft.qkv(embed_BTD, state_BTD, position_BT)
-    attended, (k, v) = cached_attention(q, k, v, cache["k"][0], cache["v"][0], start_B)
-    cache = write_cache(cache, k[None], v[None], start_B)
+    attended, new = cached_attention(q, k, v, cache, start_B)
+    cache = write_cache(cache, new, start_B)
     logits_BTU, state_BTD = draft.head(draft.finish(state_BTD, attended))
     return logits_BTU, state_BTD, cache
 
@@ -99,12 +101,12 @@ def _best_two(logits_BTV):
 
 
 class Speculator:
-    """Compiled prefill and round for one target, one draft structure and one chain length."""
+    """Compiled prefill and round of one target and chain length; rows are spread over the data axis."""
 
-    def __init__(self, target: Target, steps: int):
-        self.target, self.steps = target, steps
-        self._prefill = jax.jit(self._prefill_impl, donate_argnames=("cache", "draft_cache"))
-        self._round = jax.jit(self._round_impl, donate_argnames="state")
+    def __init__(self, target: Target, steps: int, mesh: Mesh):
+        self.target, self.steps, self.shards = target, steps, mesh.shape["data"]
+        self._prefill = axes.over_rows(self._prefill_impl, mesh, arguments=7, whole=2, donate=(2, 3))
+        self._round = axes.over_rows(self._round_impl, mesh, arguments=4, whole=2, donate=(2,))
 
     def _prefill_impl(self, target_params, weights, cache, draft_cache, ids_BT, n_B, zero_B):
         # `zero_B` is an argument because XLA would spend seconds folding what constants make of the empty caches.
@@ -142,7 +144,7 @@ class Speculator:
         """Start one batch: (state, first tokens). `length` is the size of the caches."""
         ids_BT, n_B = pad_prompts(prompts)
         B, shape = len(prompts), model.bind(weights.graph, weights.params).shape
-        draft_cache = empty_cache(1, B, shape.num_key_value_heads, shape.head_dim, length, self.target.dtype)
+        draft_cache = empty_cache(B, shape.num_key_value_heads, shape.head_dim, length, self.target.dtype)
         cache = self.target.new_cache(B, length)
         return self._prefill(target_params, weights, cache, draft_cache, ids_BT, n_B, np.zeros_like(n_B))
 
@@ -154,7 +156,7 @@ BUCKET = 64  # prompt and cache lengths are rounded up to this, so that few shap
 
 
 def bucket(length: int) -> int:
-    return -(-length // BUCKET) * BUCKET
+    return axes.round_up(length, BUCKET)
 
 
 def pad_prompts(prompts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
@@ -165,6 +167,13 @@ def pad_prompts(prompts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarra
     return ids_BT, np.array([*map(len, prompts)], np.int32)
 
 
+def pad_texts(texts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Ids, positions and segments [B, T] of one text per row, for a forward pass."""
+    ids_BT, n_B = pad_prompts(texts)
+    position_BT = np.broadcast_to(np.arange(ids_BT.shape[1], dtype=np.int32), ids_BT.shape)
+    return ids_BT, position_BT, (position_BT < n_B[:, None]).astype(np.int32)
+
+
 def decode(
     speculator: Speculator, target_params: dict, weights: DraftWeights, prompts: Sequence[Sequence[int]], *,
     max_new_tokens: int, end_tokens: Sequence[int], batch: int, advance: Callable[[int], None] = lambda n: None,
@@ -173,6 +182,7 @@ def decode(
 
     `advance(tokens)` is told of every round's new tokens.
     """
+    batch = axes.round_up(batch, speculator.shards)
     answers: dict[int, Answer] = {}
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     for start in range(0, len(order), batch):

@@ -9,9 +9,11 @@ from collections.abc import Iterable, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
+from eagle3_jax import axes
 from eagle3_jax.decode.evaluate import accept_length
-from eagle3_jax.decode.speculate import DraftWeights, pad_prompts
+from eagle3_jax.decode.speculate import DraftWeights, pad_texts
 from eagle3_jax.draft import model
 from eagle3_jax.draft.unroll import proposals
 from eagle3_jax.target.model import Target
@@ -21,19 +23,24 @@ class Texts:
     """The target's features on prompts and their greedy answers, kept for any number of drafts."""
 
     def __init__(
-        self, target: Target, params: dict, texts: Sequence[tuple[Sequence[int], Sequence[int]]], batch: int
+        self,
+        target: Target,
+        params: dict,
+        texts: Sequence[tuple[Sequence[int], Sequence[int]]],
+        batch: int,
+        mesh: Mesh,
     ):
-        forward = jax.jit(lambda p, ids, at, seg: target.features(p, ids, at, seg)[0])
+        forward = jax.jit(lambda p, *arrays: target.features(p, *arrays)[0])
         self.lengths = [(len(prompt), len(prompt) + len(answer)) for prompt, answer in texts]
         order = sorted(range(len(texts)), key=lambda i: self.lengths[i][1])
-        self.batches = []
+        batch, self.batches = axes.round_up(min(batch, len(texts)), mesh.shape["data"]), []
         for start in range(0, len(order), batch):
             part = order[start : start + batch]
-            ids_BT, n_B = pad_prompts([[*texts[i][0], *texts[i][1]] for i in part])
-            position_BT = np.broadcast_to(np.arange(ids_BT.shape[1], dtype=np.int32), ids_BT.shape)
-            segment_BT = (position_BT < n_B[:, None]).astype(np.int32)
-            aux_BTM = forward(params, ids_BT, position_BT, segment_BT)
-            self.batches.append((part, ids_BT, position_BT, segment_BT, aux_BTM))
+            filled = part + [part[-1]] * (batch - len(part))
+            packed = jax.device_put(
+                pad_texts([[*texts[i][0], *texts[i][1]] for i in filled]), axes.rows(mesh)
+            )
+            self.batches.append((part, *packed, forward(params, *packed)))
 
 
 def walk(texts: Texts, drafts: Iterable[DraftWeights], steps: int) -> list[float]:

@@ -4,7 +4,9 @@ import sys
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
+from eagle3_jax import axes
 from eagle3_jax.config import RunConfig
 from eagle3_jax.data import features
 from eagle3_jax.data.loader import pack, row
@@ -18,7 +20,13 @@ WINDOW = 256  # conversations that are packed, or answered, together; a killed c
 
 
 def capture(
-    config: RunConfig, target: Target, params: dict, tokens: Tokens, end_tokens: tuple[int, ...], digest: str
+    config: RunConfig,
+    target: Target,
+    params: dict,
+    tokens: Tokens,
+    end_tokens: tuple[int, ...],
+    digest: str,
+    mesh: Mesh,
 ) -> features.Store:
     """Features of all prepared conversations, in their order; goes on where an earlier call was stopped.
 
@@ -45,13 +53,13 @@ def capture(
             print(f"capture: at most {left:,} tokens, {needed / 1e9:.2f} GB in {store.path}", file=sys.stderr)
             with bar("capture", left, "tokens") as progress:
                 run = _answers if own else _teacher_forced
-                run(config, target, params, tokens, writer, end_tokens, progress)
+                run(config, target, params, tokens, writer, end_tokens, mesh, progress)
     return features.open_store(store.path)
 
 
-def _teacher_forced(config, target, params, tokens, writer, _, progress) -> None:
+def _teacher_forced(config, target, params, tokens, writer, _, mesh, progress) -> None:
     forward = jax.jit(lambda p, ids, position, segment: _all(target, p, ids, position, segment))
-    T, B = config.data.max_length, config.train.batch
+    T, B = config.data.max_length, axes.round_up(config.train.batch, mesh.shape["data"])
     lengths = np.diff(tokens.offsets)
     for first in range(writer.conversations, len(lengths), WINDOW):
         chosen = np.arange(first, min(first + WINDOW, len(lengths)))
@@ -63,7 +71,8 @@ def _teacher_forced(config, target, params, tokens, writer, _, progress) -> None
             ids, position, segment = (
                 np.stack([r[n] for r in packed]) for n in ("ids", "position", "segment")
             )
-            out = jax.device_get(forward(params, ids, position, segment))
+            placed = jax.device_put((ids, position, segment), axes.rows(mesh))
+            out = jax.device_get(forward(params, *placed))
             for b, conversations in enumerate(part):
                 for number, i in enumerate(conversations, 1):
                     found[i] = [x[b, segment[b] == number] for x in out]
@@ -78,8 +87,9 @@ def _all(target: Target, params, ids, position, segment):
     return aux, final, *target.top_and_lse(params, final)
 
 
-def _answers(config, target, params, tokens, writer, end_tokens, progress) -> None:
-    machine, B, limit = Writer(target), config.data.answer_batch, config.data.max_new_tokens
+def _answers(config, target, params, tokens, writer, end_tokens, mesh, progress) -> None:
+    machine, limit = Writer(target, mesh), config.data.max_new_tokens
+    B = axes.round_up(config.data.answer_batch, mesh.shape["data"])
     for first in range(writer.conversations, len(tokens.held_out), WINDOW):
         chosen = list(range(first, min(first + WINDOW, len(tokens.held_out))))
         prompts = {i: np.asarray(tokens.ids[tokens.offsets[i] : tokens.offsets[i + 1]]) for i in chosen}

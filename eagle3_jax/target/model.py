@@ -129,37 +129,41 @@ class Target:
         out = self._outputs(params, x_BTD, aux_ABTD)
         return (*out, states_LBTD) if every_state else out
 
-    def new_cache(self, batch: int, length: int) -> dict:
-        """An empty cache of `length` positions (layers.empty_cache)."""
+    def new_cache(self, batch: int, length: int) -> list[dict]:
+        """An empty cache of `length` positions for every layer (layers.empty_cache)."""
         s = self.shape
-        return empty_cache(s.num_hidden_layers, batch, s.num_key_value_heads, s.head_dim, length, self.dtype)
+        size = (batch, s.num_key_value_heads, s.head_dim, length, self.dtype)
+        return [empty_cache(*size) for _ in range(s.num_hidden_layers)]
 
-    def decode(self, params: dict, cache: dict, ids_BT, start_B):
+    def unstack(self, params: dict) -> list[dict]:
+        """Every layer's weights on their own, for `decode`."""
+        depth = self.shape.num_hidden_layers
+        return [jax.tree.map(lambda w, i=i: w[i], params["layers"]) for i in range(depth)]
+
+    def decode(self, params: dict, cache: list[dict], ids_BT, start_B, layers: list[dict] | None = None):
         """T more tokens per row from position `start` on; slot S of the cache holds position S.
 
         Only slots below `start` are seen, so a rejected draft's keys need no clean-up and right padding no
         mask: both are overwritten before a row gets there. Returns (aux [B, T, M], final [B, T, D], cache).
+        Layers are unrolled, for a scan would copy each one's weights and cache at every token; a caller that
+        decodes in a loop passes `layers`, unstacked outside of it.
         """
         position_BT = start_B[:, None] + jnp.arange(ids_BT.shape[1])[None]
+        x_BTD, aux, written = params["embed"]["embedding"][ids_BT].astype(self.dtype), [], []
+        for i, weights in enumerate(layers or self.unstack(params)):
+            old = cache[i]
 
-        def layer(carry, xs):
-            x_BTD, aux_ABTD = carry
-            i, weights, k_BGHS, v_BGSH = xs
-            new = []
-
-            def attend(q_BTNH, k_BTGH, v_BTGH):
-                out_BTNH, written = cached_attention(q_BTNH, k_BTGH, v_BTGH, k_BGHS, v_BGSH, start_B)
-                new.extend(written)
+            def attend(q_BTNH, k_BTGH, v_BTGH, old=old):
+                out_BTNH, new = cached_attention(q_BTNH, k_BTGH, v_BTGH, old, start_B)
+                written.append(write_cache(old, new, start_B))
                 return out_BTNH
 
             x_BTD = nnx.merge(self._block, weights)(
                 x_BTD, lambda x: rope(x, position_BT, *self._turn), attend
             )
-            return (x_BTD, self._capture(aux_ABTD, x_BTD, i)), tuple(new)
-
-        layers = (*self._layers(params), cache["k"], cache["v"])
-        (x_BTD, aux_ABTD), (k, v) = jax.lax.scan(layer, self._embed(params, ids_BT), layers)
-        return *self._outputs(params, x_BTD, aux_ABTD), write_cache(cache, k, v, start_B)
+            if i in self.aux_layers:
+                aux.append(x_BTD)
+        return *self._outputs(params, x_BTD, aux), written
 
     def _embed(self, params, ids_BT):
         x_BTD = params["embed"]["embedding"][ids_BT].astype(self.dtype)

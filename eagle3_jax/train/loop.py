@@ -19,7 +19,7 @@ from eagle3_jax.errors import CheckpointError, DataError
 from eagle3_jax.progress import bar
 from eagle3_jax.target import weights
 from eagle3_jax.train import checkpoint, manifest, optim, setup
-from eagle3_jax.train.step import Step, batch_sharding, opt_shardings
+from eagle3_jax.train.step import Step, opt_shardings
 
 METRICS = "metrics.jsonl"  # in the run directory, a line every `log_every` steps
 EMBEDDING_AXES = {"embedding": "v d"}
@@ -112,7 +112,7 @@ def train(config: RunConfig) -> Path:
         with bar("train", (t.steps - at) * tokens, "tokens") as progress:
             for step in range(at + 1, t.steps + 1):
                 batch, position = next(batches)
-                trained, opt, metrics = run(trained, opt, frozen, jax.device_put(batch, batch_sharding(mesh)))
+                trained, opt, metrics = run(trained, opt, frozen, jax.device_put(batch, axes.rows(mesh)))
                 if pending is not None and (pending[0] % t.log_every == 0):
                     # Of the step before: the device is busy with this one while the host reads.
                     progress.note = log.write(*pending)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 from eagle3_jax import axes
 from eagle3_jax.config import Train
@@ -108,7 +108,7 @@ class Step:
         """Jitted on `mesh`; trained leaves and optimiser state are donated. Batches come placed."""
         return jax.jit(
             self.__call__,
-            in_shardings=(trained_sharding, opt_sharding, frozen_sharding, batch_sharding(mesh)),
+            in_shardings=(trained_sharding, opt_sharding, frozen_sharding, axes.rows(mesh)),
             out_shardings=(trained_sharding, opt_sharding, axes.named(mesh, "")),
             donate_argnums=(0, 1),
         )
@@ -117,11 +117,6 @@ class Step:
 def draft_ids(vocabulary: Vocabulary) -> jax.Array:
     """Target id of every draft id, [U]."""
     return jnp.arange(len(vocabulary.d2t)) + vocabulary.d2t
-
-
-def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Rows over the data axis, whatever the array."""
-    return NamedSharding(mesh, PartitionSpec("data"))
 
 
 def opt_shardings(mesh: Mesh, opt, trained_shardings: dict):
