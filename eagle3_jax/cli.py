@@ -1,6 +1,7 @@
 """`eagle3`: prepare | capture | train | evaluate | inspect | demo."""
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -107,6 +108,7 @@ def demo(
     ] = None,
 ):
     """Train a draft for the built-in target from scratch and evaluate it (`make demo` also exports it)."""
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # what it is tuned and timed for
     from eagle3_jax import demo
 
     print(demo.summary(demo.run(demo.configure(config, minutes))))
