@@ -123,9 +123,7 @@ def initial_draft(config: RunConfig, shape: DraftShape, files: TargetFiles, d2t:
     if config.draft.head_init == "target":
         rows = files.rows(files.head_tensor, d2t + np.arange(len(d2t)))
         params["lm_head"]["kernel"] = np.ascontiguousarray(rows.astype(np.float32).T)
-        params["norm"]["scale"] = files.rows("model.norm.weight").astype(np.float32)
         origins["draft/lm_head/kernel"] = f"{manifest.COPIED}{files.head_tensor}"
-        origins["draft/norm/scale"] = f"{manifest.COPIED}model.norm.weight"
     return graph, params, origins
 
 
