@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import jax
 import pytest
 
 from eagle3_jax import config
@@ -10,6 +11,8 @@ from eagle3_jax.draft import model
 from eagle3_jax.draft import shape as draft_shape
 from eagle3_jax.errors import ConfigError
 from eagle3_jax.target import shape as target_shape
+from eagle3_jax.target.model import Target
+from eagle3_jax.train import optim
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 LLAMA = CONFIGS / "llama31_8b.yaml"
@@ -37,6 +40,21 @@ def test_every_shipped_configuration_builds_its_draft(name, fused, width, vocabu
     assert weights["fc"]["kernel"].shape == (fused, width)
     assert weights["lm_head"]["kernel"].shape == (width, vocabulary)
     assert weights["midlayer"]["q"]["kernel"].shape[0] == 2 * width
+
+    # The whole training state, nothing of it allocated.
+    rows = jax.ShapeDtypeStruct((vocabulary, width), c.target.dtype)
+    online = c.train.mode == "online"
+    tree = {
+        "draft": weights,
+        "embedding": {"embedding": jax.ShapeDtypeStruct((resolved.vocab_size, width), c.target.dtype)},
+        "target": Target(c.target.shape or SMOLLM2).abstract if online else {"head": {"kernel": rows}},
+    }
+    labels = optim.labels(tree, c.train.freeze)
+    trained, frozen = optim.split(tree, labels)
+    assert trained == {"draft": weights} and frozen.keys() == {"embedding", "target"}
+    opt = jax.eval_shape(lambda: optim.init(optim.make(c.train, labels), trained, frozen))
+    sizes = sorted(x.size for x in jax.tree.leaves(opt) if x.ndim)
+    assert sizes == sorted(2 * [x.size for x in jax.tree.leaves(weights)])
 
 
 def test_no_configuration_is_left_untested():
