@@ -14,10 +14,11 @@ CONFIG = Path(__file__).parents[1] / demo.CONFIG
 
 
 def test_minutes_scale_tokens_and_steps_and_nothing_that_defines_the_draft():
-    full, short = demo.configure(CONFIG), demo.configure(CONFIG, 5)
+    full, short = demo.configure(CONFIG), demo.configure(CONFIG, 20)
     assert demo.configure(CONFIG, demo.FULL_MINUTES) == full
     share = short.train.steps / full.train.steps
-    assert 0 < share < 0.2
+    assert 0.3 < share < 0.7
+    assert demo.configure(CONFIG, 5).train.steps < short.train.steps
     assert short.data.max_tokens == pytest.approx(full.data.max_tokens * share, rel=0.2)
     assert short.draft == full.draft and short.target == full.target and short.train.run == full.train.run
     assert short.store.path != full.store.path and short.data.prepared != full.data.prepared
