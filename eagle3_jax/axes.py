@@ -27,14 +27,24 @@ def make_mesh(data: int = 1, model: int = 1) -> Mesh:
     """A `data x model` mesh over the first data*model devices; on a CPU as many virtual ones, if it is asked first."""
     wanted = data * model
     if wanted > 1:
-        with contextlib.suppress(RuntimeError):  # the devices are known already
-            jax.config.update("jax_num_cpu_devices", wanted)
+        virtual_cpus(wanted)
     there = jax.device_count()
     if wanted > there:
         raise ConfigError(f"mesh.data={data} x mesh.model={model} wants {wanted} devices, {there} found")
     return jax.make_mesh(
         (data, model), MESH_AXES, axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:wanted]
     )
+
+
+def virtual_cpus(count: int) -> None:
+    """Have a CPU pass for `count` devices; without effect once the devices are in use."""
+    with contextlib.suppress(RuntimeError):
+        jax.config.update("jax_num_cpu_devices", count)
+
+
+def data_mesh(wanted: int) -> Mesh:
+    """A mesh that only spreads rows, over `wanted` devices or as many as there are."""
+    return make_mesh(min(wanted, jax.device_count()))
 
 
 def spec(mesh: Mesh, axes: str, shape: tuple[int, ...] | None = None) -> PartitionSpec:

@@ -53,9 +53,10 @@ def evaluate(
 
     `overrides` may change the evaluate and target.path settings of the run's own configuration.
     """
+    axes.virtual_cpus(os.cpu_count() or 1)  # reading the run already puts the devices to use
     draft = checkpoint.load_draft(run, step)
     config = configuration.override(configuration.from_dict(draft.meta["config"], str(run)), overrides)
-    mesh = axes.make_mesh(config.mesh.data)
+    mesh = axes.data_mesh(config.mesh.data)
     target, params, tok = _serving_target(config, draft.meta, mesh)
     prompts = [
         p | {"ids": chat.prompt(tok, (("user", p["prompt"]),)).tolist()}
@@ -89,7 +90,7 @@ def curve(run: str | Path) -> list[dict]:
     minutes = {0: 0.0} | {line["step"]: line["seconds"] / 60 for line in log}
     drafts = [checkpoint.load_draft(run, step) for step in checkpoint.steps_of(run)]
     config = configuration.from_dict(drafts[0].meta["config"], str(run))
-    mesh = axes.make_mesh(config.mesh.data)
+    mesh = axes.data_mesh(config.mesh.data)
     target, params, _ = _serving_target(config, drafts[0].meta, mesh)
     texts = Texts(target, params, [(a["prompt"], a["tokens"]) for a in answers], config.evaluate.batch, mesh)
     lengths = walk(texts, map(_serving_draft, drafts), config.evaluate.steps)
