@@ -13,10 +13,10 @@ from eagle3_jax.train import checkpoint
 from eagle3_jax.train.loop import train
 
 CONFIG = "configs/demo.yaml"
-FULL_MINUTES = 35  # what CONFIG takes on two cores after downloads
-FIXED_MINUTES = 4  # of it that do not grow with tokens and steps
+FULL_MINUTES = 45  # what CONFIG takes on two cores after downloads
+EVALUATION_MINUTES = 12  # of it that do not grow with tokens and steps
 POINTS = 5  # checkpoints on the curve
-PROMPTS_WHEN_SHORT = 20
+PROMPTS_WHEN_SHORT, EVALUATION_MINUTES_WHEN_SHORT = 20, 4
 
 
 def configure(path: str | Path, minutes: float | None = None) -> RunConfig:
@@ -26,7 +26,9 @@ def configure(path: str | Path, minutes: float | None = None) -> RunConfig:
         return config
     if not 1 <= minutes <= 600:
         raise ConfigError(f"DEMO_MINUTES={minutes:g} must be within 1 .. 600")
-    share = max(minutes - FIXED_MINUTES, 0.5) / (FULL_MINUTES - FIXED_MINUTES)
+    short = minutes < FULL_MINUTES / 2
+    fixed = EVALUATION_MINUTES_WHEN_SHORT if short else EVALUATION_MINUTES
+    share = max(minutes - fixed, 0.5) / (FULL_MINUTES - EVALUATION_MINUTES)
     steps = max(round(config.train.steps * share), POINTS)
     items = [
         f"data.max_tokens={max(round(config.data.max_tokens * share), 6000)}",
@@ -36,7 +38,7 @@ def configure(path: str | Path, minutes: float | None = None) -> RunConfig:
         f"train.warmup={min(config.train.warmup, steps // 10)}",
         f"train.save_every={-(-steps // POINTS)}",
     ]
-    if minutes < FULL_MINUTES / 2:
+    if short:
         items.append(f"evaluate.max_prompts={PROMPTS_WHEN_SHORT}")
     return configuration.override(config, items)
 

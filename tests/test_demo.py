@@ -14,7 +14,7 @@ CONFIG = Path(__file__).parents[1] / demo.CONFIG
 
 
 def test_minutes_scale_tokens_and_steps_and_nothing_that_defines_the_draft():
-    full, short = demo.configure(CONFIG), demo.configure(CONFIG, 20)
+    full, short = demo.configure(CONFIG), demo.configure(CONFIG, 30)
     assert demo.configure(CONFIG, demo.FULL_MINUTES) == full
     share = short.train.steps / full.train.steps
     assert 0.3 < share < 0.7

@@ -1,6 +1,7 @@
 """Everything that a run needs before its first step, gathered in one place and checked."""
 
 import dataclasses
+import os
 import sys
 from pathlib import Path
 
@@ -65,6 +66,9 @@ def load_target(config: RunConfig, files: TargetFiles, mesh: Mesh) -> tuple[Targ
 
 
 def tokenizer(files: TargetFiles):
+    os.environ.setdefault(
+        "TRANSFORMERS_NO_ADVISORY_WARNINGS", "1"
+    )  # "PyTorch was not found": it is not wanted
     from transformers import AutoTokenizer
 
     try:
