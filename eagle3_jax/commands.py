@@ -41,7 +41,7 @@ def capture(config: RunConfig) -> features.Store:
     files = setup.find_target(config)
     mesh = axes.make_mesh(config.mesh.data, config.mesh.model)
     target, params = setup.load_target(config, files, mesh)
-    ends = setup.end_tokens(setup.tokenizer(files))
+    ends = chat.end_tokens(setup.tokenizer(files))
     tokens = prepare.load(config.data.prepared)
     return capture_features(config, target, params, tokens, ends, weights.digest(files.directory), mesh)
 
@@ -70,7 +70,7 @@ def evaluate(
             f"the target has {target.shape.max_position_embeddings}"
         )
     result, answers = evaluation.evaluate(
-        target, params, _serving_draft(draft), prompts, setup.end_tokens(tok), mesh, steps=e.steps,
+        target, params, _serving_draft(draft), prompts, chat.end_tokens(tok), mesh, steps=e.steps,
         max_new_tokens=e.max_new_tokens, batch=e.batch, label=f"evaluate step {draft.step}",
     )  # fmt: skip
     result = {"accept_length": result.pop("accept_length"), "step": draft.step, "run": str(run)} | result

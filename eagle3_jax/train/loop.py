@@ -12,6 +12,7 @@ import numpy as np
 from eagle3_jax import axes
 from eagle3_jax import config as configuration
 from eagle3_jax.config import RunConfig
+from eagle3_jax.data import chat
 from eagle3_jax.data.loader import Batches
 from eagle3_jax.draft import model
 from eagle3_jax.draft import shape as draft_shape
@@ -173,7 +174,7 @@ def _put(mesh, letters: dict, tree: dict) -> dict:
 def _facts(config, files, source, card) -> tuple[np.ndarray, dict]:
     """The vocabulary map and the run-level part of the manifest."""
     tok = setup.tokenizer(files)
-    made, counted = setup.vocabulary_map(config, source, setup.end_tokens(tok), files.shape.vocab_size)
+    made, counted = setup.vocabulary_map(config, source, chat.end_tokens(tok), files.shape.vocab_size)
     facts = counted | dict(
         vocabulary_map=manifest.digest(made.d2t), tokenizer_hash=card["request"]["tokenizer"],
         data={k: card[k] for k in ("fingerprint", "conversations", "tokens", "answers", "file", "refused")},

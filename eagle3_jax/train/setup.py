@@ -15,7 +15,7 @@ from rich.table import Table
 from eagle3_jax import axes, defaults, tensors
 from eagle3_jax import config as configuration
 from eagle3_jax.config import RunConfig
-from eagle3_jax.data import chat, features, prepare, split, vocab
+from eagle3_jax.data import features, prepare, split, vocab
 from eagle3_jax.draft import model
 from eagle3_jax.draft.shape import DraftShape
 from eagle3_jax.draft.unroll import Vocabulary
@@ -185,10 +185,6 @@ def check_prompts(config: RunConfig, card: dict) -> None:
 
 def evaluation_prompts(config: RunConfig) -> list[dict]:
     return defaults.evaluation_prompts(config.evaluate.prompts)
-
-
-def end_tokens(tok) -> tuple[int, ...]:
-    return tuple(int(t) for t in chat.end_tokens(tok))
 
 
 def say(text: str) -> None:
