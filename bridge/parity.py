@@ -172,7 +172,7 @@ def _after(graph, params: dict, state_BTD, attended_BTNH) -> dict:
     out_BTD = draft.finish(state_BTD, attended_BTNH)
     logits_BTU, carried_BTD = draft.head(out_BTD)
     return {
-        "o": state_BTD + draft.midlayer.o("btnh,nhd->btd", attended_BTNH),
+        "o": state_BTD + draft.midlayer.o("btnw,nwd->btd", attended_BTNH),
         "mlp": out_BTD,
         "norm": draft.norm(out_BTD),
         "logits": logits_BTU,

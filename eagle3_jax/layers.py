@@ -97,28 +97,17 @@ def attention(q_BTNH: jax.Array, k_BSGH: jax.Array, v_BSGH: jax.Array, mask_BTS:
 
     mask  B T S  bool  True where the query at T may see the key at S; a row that sees nothing gets the mean
     """
-    return joint_attention(q_BTNH, [(k_BSGH.transpose(0, 2, 3, 1), v_BSGH.transpose(0, 2, 1, 3), mask_BTS)])
+    return dense_attention(q_BTNH, k_BSGH.transpose(0, 2, 3, 1), v_BSGH.transpose(0, 2, 1, 3), mask_BTS)
 
 
-def joint_attention(q_BTNH: jax.Array, parts: list) -> jax.Array:
-    """One softmax over several sets of keys: (k [B, G, H, S], v [B, G, S, H], mask [B, T, S]) each."""
+def dense_attention(q_BTNH, k_BGHS, v_BGSH, mask_BTS) -> jax.Array:
+    """`attention` over keys and values that lie as in a cache."""
     B, T, N, H = q_BTNH.shape
-    G = parts[0][0].shape[1]
+    G = k_BGHS.shape[1]
     q_BGRTH = q_BTNH.reshape(B, T, G, N // G, H).transpose(0, 2, 3, 1, 4) * H**-0.5
-    scores = [
-        jnp.where(
-            mask_BTS[:, None, None],
-            jnp.einsum("bgrth,bghs->bgrts", q_BGRTH, k_BGHS, preferred_element_type=jnp.float32),
-            -1e30,
-        )
-        for k_BGHS, _, mask_BTS in parts
-    ]
-    weights = jax.nn.softmax(jnp.concatenate(scores, axis=-1), axis=-1).astype(q_BTNH.dtype)
-    cuts = np.cumsum([s.shape[-1] for s in scores])[:-1]
-    out_BGRTH = sum(
-        jnp.einsum("bgrts,bgsh->bgrth", w, v_BGSH)
-        for w, (_, v_BGSH, _) in zip(jnp.split(weights, cuts, axis=-1), parts, strict=True)
-    )
+    scores = jnp.einsum("bgrth,bghs->bgrts", q_BGRTH, k_BGHS, preferred_element_type=jnp.float32)
+    weights = jax.nn.softmax(jnp.where(mask_BTS[:, None, None], scores, -1e30), axis=-1)
+    out_BGRTH = jnp.einsum("bgrts,bgsh->bgrth", weights.astype(q_BTNH.dtype), v_BGSH)
     return out_BGRTH.transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
 
 
@@ -152,14 +141,15 @@ def write_cache(cache: dict, new: dict, start_B: jax.Array) -> dict:
     return jax.lax.fori_loop(0, len(start_B), row, cache)
 
 
-def cached_attention(q_BTNH, k_BTGH, v_BTGH, cache: dict, start_B):
-    """Attention of T new rows over a cache filled below `start` and over themselves, causally.
+def cached_attention(q_BTNH, k_BTGH, v_BTGH, cache: dict, start_B) -> tuple[jax.Array, dict]:
+    """Write T new rows into a cache filled below `start`, and attend over it causally.
 
-    Returns attended [B, T, N, H] and what to write into the cache.
+    Returns attended [B, T, N, H] and the cache. The order matters: were the old cache read after the write,
+    XLA would have to copy it.
     """
-    B, T, S = len(start_B), q_BTNH.shape[1], cache["k"].shape[3]
+    T, S = q_BTNH.shape[1], cache["k"].shape[3]
     new = {"k": k_BTGH.transpose(0, 2, 3, 1), "v": v_BTGH.transpose(0, 2, 1, 3)}
-    before_BTS = jnp.broadcast_to(jnp.arange(S)[None, None] < start_B[:, None, None], (B, T, S))
-    own_BTT = jnp.broadcast_to(jnp.tril(jnp.ones((T, T), bool)), (B, T, T))
-    parts = [(cache["k"], cache["v"], before_BTS), (new["k"], new["v"], own_BTT)]
-    return joint_attention(q_BTNH, parts), new
+    cache = write_cache(cache, new, start_B)
+    position_BT = start_B[:, None] + jnp.arange(T)[None]
+    mask_BTS = jnp.arange(S)[None, None] <= position_BT[..., None]
+    return dense_attention(q_BTNH, cache["k"], cache["v"], mask_BTS), cache

@@ -43,11 +43,9 @@ class Writer:
         return top[jnp.arange(len(n_B)), n_B - 1], cache, (aux, final, top, lse)
 
     def _steps_impl(self, params, cache, token_B, n_B):
-        layers = self.target.unstack(params)
-
         def one(carry, _):
             cache, token_B, n_B = carry
-            aux, final, cache = self.target.decode(params, cache, token_B[:, None], n_B, layers)
+            aux, final, cache = self.target.decode(params, cache, token_B[:, None], n_B)
             top, lse = self.target.top_and_lse(params, final)
             return (cache, top[:, 0], n_B + 1), (token_B, *(x[:, 0] for x in (aux, final, top, lse)))
 
@@ -59,6 +57,7 @@ class Writer:
         advance: Callable[[int], None] = lambda n: None,
     ) -> list[Written]:  # fmt: skip
         """Answers to one batch of prompts, each up to an end token, which is kept, or `max_new_tokens`."""
+        params = self.target.unstacked(params)
         ids_BT, n_B = pad_prompts(prompts)
         chunks = -(-max_new_tokens // CHUNK)
         cache = self.target.new_cache(len(prompts), bucket(ids_BT.shape[1] + chunks * CHUNK))

@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 
 from eagle3_jax import axes
 from eagle3_jax.draft import model
-from eagle3_jax.layers import cached_attention, empty_cache, write_cache
+from eagle3_jax.layers import cached_attention, empty_cache
 from eagle3_jax.target.model import Target
 
 
@@ -64,8 +64,7 @@ def _draft_rows(draft: model.Draft, weights, cache, ids_BT, state_BTD, start_B):
     embed_BTD = weights.embedding[ids_BT].astype(state_BTD.dtype)
     position_BT = start_B[:, None] + jnp.arange(ids_BT.shape[1])[None]
     q, k, v = draft.qkv(embed_BTD, state_BTD, position_BT)
-    attended, new = cached_attention(q, k, v, cache, start_B)
-    cache = write_cache(cache, new, start_B)
+    attended, cache = cached_attention(q, k, v, cache, start_B)
     logits_BTU, state_BTD = draft.head(draft.finish(state_BTD, attended))
     return logits_BTU, state_BTD, cache
 
@@ -182,6 +181,7 @@ def decode(
 
     `advance(tokens)` is told of every round's new tokens.
     """
+    target_params = speculator.target.unstacked(target_params)
     batch = axes.round_up(batch, speculator.shards)
     answers: dict[int, Answer] = {}
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))

@@ -65,7 +65,7 @@ class Draft(nnx.Module):
     def finish(self, state_BTD: jax.Array, attended_BTNH: jax.Array) -> jax.Array:
         """Output projection, residual from the un-normed state, MLP: the layer's output [B, T, D]."""
         layer = self.midlayer
-        y_BTD = state_BTD + layer.o("btnh,nhd->btd", attended_BTNH)
+        y_BTD = state_BTD + layer.o("btnw,nwd->btd", attended_BTNH)  # h before n would transpose both
         x_BTD = layer.post_attention_layernorm(y_BTD)
         z_BTF = jax.nn.silu(layer.gate("btd,df->btf", x_BTD)) * layer.up("btd,df->btf", x_BTD)
         return y_BTD + layer.down("btf,fd->btd", z_BTF)

@@ -20,7 +20,6 @@ from eagle3_jax.layers import (
     rms_norm,
     rope,
     rope_frequencies,
-    write_cache,
 )
 from eagle3_jax.target.shape import FAMILIES, TargetShape, check_aux_layers
 
@@ -50,7 +49,7 @@ class Block(nnx.Module):
         if self.qk_norm:
             q_BTNH, k_BTGH = self.q_norm(q_BTNH), self.k_norm(k_BTGH)
         attended_BTNH = attend(turn(q_BTNH), turn(k_BTGH), self.v("btd,dgh->btgh", y_BTD))
-        x_BTD = x_BTD + self.o("btnh,nhd->btd", attended_BTNH)
+        x_BTD = x_BTD + self.o("btnw,nwd->btd", attended_BTNH)  # h before n would transpose both operands
         y_BTD = self.post_attention_layernorm(x_BTD)
         z_BTF = jax.nn.silu(self.gate("btd,df->btf", y_BTD)) * self.up("btd,df->btf", y_BTD)
         return x_BTD + self.down("btf,fd->btd", z_BTF)
@@ -135,27 +134,29 @@ class Target:
         size = (batch, s.num_key_value_heads, s.head_dim, length, self.dtype)
         return [empty_cache(*size) for _ in range(s.num_hidden_layers)]
 
-    def unstack(self, params: dict) -> list[dict]:
-        """Every layer's weights on their own, for `decode`."""
-        depth = self.shape.num_hidden_layers
-        return [jax.tree.map(lambda w, i=i: w[i], params["layers"]) for i in range(depth)]
+    def unstacked(self, params: dict) -> dict:
+        """The same weights with every layer's on their own, as `decode` uses them."""
+        layers = params["layers"]
+        if isinstance(layers, dict):
+            layers = [jax.tree.map(lambda w: w[i], layers) for i in range(self.shape.num_hidden_layers)]  # noqa: B023
+        return params | {"layers": layers}
 
-    def decode(self, params: dict, cache: list[dict], ids_BT, start_B, layers: list[dict] | None = None):
+    def decode(self, params: dict, cache: list[dict], ids_BT, start_B):
         """T more tokens per row from position `start` on; slot S of the cache holds position S.
 
         Only slots below `start` are seen, so a rejected draft's keys need no clean-up and right padding no
         mask: both are overwritten before a row gets there. Returns (aux [B, T, M], final [B, T, D], cache).
         Layers are unrolled, for a scan would copy each one's weights and cache at every token; a caller that
-        decodes in a loop passes `layers`, unstacked outside of it.
+        decodes more than once passes `unstacked` weights.
         """
         position_BT = start_B[:, None] + jnp.arange(ids_BT.shape[1])[None]
         x_BTD, aux, written = params["embed"]["embedding"][ids_BT].astype(self.dtype), [], []
-        for i, weights in enumerate(layers or self.unstack(params)):
+        for i, weights in enumerate(self.unstacked(params)["layers"]):
             old = cache[i]
 
             def attend(q_BTNH, k_BTGH, v_BTGH, old=old):
                 out_BTNH, new = cached_attention(q_BTNH, k_BTGH, v_BTGH, old, start_B)
-                written.append(write_cache(old, new, start_B))
+                written.append(new)
                 return out_BTNH
 
             x_BTD = nnx.merge(self._block, weights)(
