@@ -139,7 +139,7 @@ def test_max_new_tokens_is_exact_and_the_last_round_is_kept_whole(limit):
 
 
 def test_a_cache_without_spare_room_is_long_enough(monkeypatch):
-    """Lengths are rounded up to a bucket, which would hide an array that is too short; here it is 1."""
+    """Lengths are rounded up, which would hide an array that is too short; here they are as they are."""
     longest = max(range(len(PROMPTS)), key=lambda i: len(PROMPTS[i]))
     prompts, target = [PROMPTS[longest]] * BATCH, tiny.tiny()
 
@@ -154,7 +154,8 @@ def test_a_cache_without_spare_room_is_long_enough(monkeypatch):
         return target.writer.write(target.params, prompts, tiny.LIMIT, ())
 
     want, want_written = decoded(), written()
-    monkeypatch.setattr(speculate, "BUCKET", 1)
+    monkeypatch.setattr(speculate, "CACHE", 1)
+    monkeypatch.setattr(speculate, "PROMPT", len(prompts[0]))
     for got, roomy in zip(decoded(), want, strict=True):
         assert (got.tokens, [r.accepted for r in got.rounds]) == (
             roomy.tokens, [r.accepted for r in roomy.rounds]

@@ -1,5 +1,6 @@
 """The target's own greedy answers, many prompts at once, with the features of every token on the way."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -9,7 +10,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from eagle3_jax import axes
-from eagle3_jax.decode.speculate import bucket, pad_prompts
+from eagle3_jax.decode.speculate import cache_room, pad_prompts, prefill
 from eagle3_jax.target.model import Target
 
 CHUNK = 16  # tokens between two looks at which answers have ended
@@ -34,13 +35,12 @@ class Writer:
 
     def __init__(self, target: Target, mesh: Mesh):
         self.target = target
-        self._prefill = axes.over_rows(self._prefill_impl, mesh, arguments=5, whole=1, donate=(1,))
+        self._prefill = axes.over_rows(self._prefill_impl, mesh, arguments=4, whole=1, donate=(1,))
         self._steps = axes.over_rows(self._steps_impl, mesh, arguments=4, whole=1, donate=(1,))
 
-    def _prefill_impl(self, params, cache, ids_BT, n_B, zero_B):
-        aux, final, cache = self.target.decode(params, cache, ids_BT, zero_B)
-        top, lse = self.target.top_and_lse(params, final)
-        return top[jnp.arange(len(n_B)), n_B - 1], cache, (aux, final, top, lse)
+    def _prefill_impl(self, params, cache, ids_BT, start_B):
+        aux, final, cache = self.target.decode(params, cache, ids_BT, start_B)
+        return cache, (aux, final, *self.target.top_and_lse(params, final))
 
     def _steps_impl(self, params, cache, token_B, n_B):
         def one(carry, _):
@@ -60,9 +60,10 @@ class Writer:
         params = self.target.unstacked(params)
         ids_BT, n_B = pad_prompts(prompts)
         chunks = -(-max_new_tokens // CHUNK)
-        cache = self.target.new_cache(len(prompts), bucket(ids_BT.shape[1] + chunks * CHUNK))
-        token_B, cache, head = self._prefill(params, cache, ids_BT, n_B, np.zeros_like(n_B))
-        head, parts, at_B = jax.device_get(head), [], n_B
+        cache = self.target.new_cache(len(prompts), cache_room(ids_BT.shape[1] + chunks * CHUNK))
+        cache, head = prefill(functools.partial(self._prefill, params), cache, ids_BT)
+        head = jax.device_get(head)
+        token_B, at_B, parts = head[2][np.arange(len(n_B)), n_B - 1], n_B, []
         ends = np.array(sorted(end_tokens))
         for _ in range(chunks):
             token_B, at_B, cache, out = self._steps(params, cache, token_B, at_B)

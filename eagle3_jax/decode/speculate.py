@@ -104,18 +104,21 @@ class Speculator:
 
     def __init__(self, target: Target, steps: int, mesh: Mesh):
         self.target, self.steps, self.shards = target, steps, mesh.shape["data"]
-        self._prefill = axes.over_rows(self._prefill_impl, mesh, arguments=7, whole=2, donate=(2, 3))
+        self._prefill = axes.over_rows(self._prefill_impl, mesh, arguments=4, whole=1, donate=(1,))
+        self._start = axes.over_rows(self._start_impl, mesh, arguments=8, whole=2, donate=(2, 3))
         self._round = axes.over_rows(self._round_impl, mesh, arguments=4, whole=2, donate=(2,))
 
-    def _prefill_impl(self, target_params, weights, cache, draft_cache, ids_BT, n_B, zero_B):
-        # `zero_B` is an argument because XLA would spend seconds folding what constants make of the empty caches.
+    def _prefill_impl(self, target_params, cache, ids_BT, start_B):
+        aux, final, cache = self.target.decode(target_params, cache, ids_BT, start_B)
+        return cache, (aux, final)
+
+    def _start_impl(self, target_params, weights, cache, draft_cache, aux_BTM, final_BTD, ids_BT, n_B):
         rows = jnp.arange(len(n_B))
-        aux, final, cache = self.target.decode(target_params, cache, ids_BT, zero_B)
-        two = _best_two(self.target.logits(target_params, final[rows, n_B - 1][:, None]))
+        two = _best_two(self.target.logits(target_params, final_BTD[rows, n_B - 1][:, None]))
         bonus_B = two[0][:, 0]
         next_BT = jnp.pad(ids_BT[:, 1:], ((0, 0), (0, 1))).at[rows, n_B - 1].set(bonus_B)
         drafts, draft_cache = extend_and_draft(
-            weights, draft_cache, next_BT, aux, zero_B, n_B - 1, self.steps
+            weights, draft_cache, next_BT, aux_BTM, jnp.zeros_like(n_B), n_B - 1, self.steps
         )
         state = dict(cache=cache, draft_cache=draft_cache, n=n_B, bonus=bonus_B, drafts=drafts)
         return state, two
@@ -145,30 +148,49 @@ class Speculator:
         B, shape = len(prompts), model.bind(weights.graph, weights.params).shape
         draft_cache = empty_cache(B, shape.num_key_value_heads, shape.head_dim, length, self.target.dtype)
         cache = self.target.new_cache(B, length)
-        return self._prefill(target_params, weights, cache, draft_cache, ids_BT, n_B, np.zeros_like(n_B))
+        cache, (aux, final) = prefill(functools.partial(self._prefill, target_params), cache, ids_BT)
+        return self._start(target_params, weights, cache, draft_cache, aux, final, ids_BT, n_B)
 
     def round(self, target_params, weights, state, active_B):
         return self._round(target_params, weights, state, active_B)
 
 
-BUCKET = 64  # prompt and cache lengths are rounded up to this, so that few shapes are compiled
+# Lengths are rounded up to these, so that few shapes are compiled.
+PROMPT, TEXT, CACHE = 32, 64, 128
 
 
-def bucket(length: int) -> int:
-    return axes.round_up(length, BUCKET)
+def cache_room(length: int) -> int:
+    return axes.round_up(length, CACHE)
 
 
 def pad_prompts(prompts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
-    """Ids padded on the right [B, T], T a multiple of BUCKET, and lengths [B]; int32."""
-    ids_BT = np.zeros((len(prompts), bucket(max(map(len, prompts)))), np.int32)
-    for row, prompt in zip(ids_BT, prompts, strict=True):
-        row[: len(prompt)] = prompt
-    return ids_BT, np.array([*map(len, prompts)], np.int32)
+    """Ids padded on the right [B, T], T a multiple of PROMPT, and lengths [B]; int32."""
+    return _pad(prompts, PROMPT)
+
+
+def _pad(rows: Sequence[Sequence[int]], step: int) -> tuple[np.ndarray, np.ndarray]:
+    ids_BT = np.zeros((len(rows), axes.round_up(max(map(len, rows)), step)), np.int32)
+    for padded, ids in zip(ids_BT, rows, strict=True):
+        padded[: len(ids)] = ids
+    return ids_BT, np.array([*map(len, rows)], np.int32)
+
+
+def prefill(run: Callable, cache, ids_BT: np.ndarray):
+    """`run(cache, ids, start) -> (cache, outputs)` over PROMPT tokens at a time: one shape, whatever the length.
+
+    Returns the cache and the outputs, joined along T.
+    """
+    parts = []
+    for start in range(0, ids_BT.shape[1], PROMPT):
+        at_B = np.full(len(ids_BT), start, np.int32)
+        cache, out = run(cache, ids_BT[:, start : start + PROMPT], at_B)
+        parts.append(out)
+    return cache, jax.tree.map(lambda *x: jnp.concatenate(x, axis=1), *parts)
 
 
 def pad_texts(texts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Ids, positions and segments [B, T] of one text per row, for a forward pass."""
-    ids_BT, n_B = pad_prompts(texts)
+    ids_BT, n_B = _pad(texts, TEXT)
     position_BT = np.broadcast_to(np.arange(ids_BT.shape[1], dtype=np.int32), ids_BT.shape)
     return ids_BT, position_BT, (position_BT < n_B[:, None]).astype(np.int32)
 
@@ -189,8 +211,9 @@ def decode(
         chosen = order[start : start + batch]
         # A short last batch is filled up with its last prompt, so that it has the shape of the others.
         filled = [prompts[i] for i in chosen] + [prompts[chosen[-1]]] * (batch - len(chosen))
-        room = bucket(max(map(len, filled))) + max_new_tokens + 2 * speculator.steps + 2
-        state, two = speculator.batch(target_params, weights, filled, bucket(room))
+        longest = axes.round_up(max(map(len, filled)), PROMPT)
+        room = cache_room(longest + max_new_tokens + 2 * speculator.steps + 2)
+        state, two = speculator.batch(target_params, weights, filled, room)
         two = jax.device_get(two)
         ends = set(end_tokens)
         found = [Answer([int(two[0][b, 0])], [], [_score(two, b, 0)]) for b in range(len(chosen))]
