@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -13,7 +14,7 @@ from eagle3_jax import config as configuration
 from eagle3_jax.config import RunConfig
 from eagle3_jax.data import chat, features, prepare
 from eagle3_jax.decode import evaluate as evaluation
-from eagle3_jax.decode.speculate import DraftWeights
+from eagle3_jax.decode.speculate import DraftWeights, Speculator
 from eagle3_jax.decode.walk import Texts, walk
 from eagle3_jax.draft import model
 from eagle3_jax.errors import DataError
@@ -53,11 +54,16 @@ def evaluate(
 
     `overrides` may change the evaluate and target.path settings of the run's own configuration.
     """
+    return evaluator(run, overrides)(step, save_as)
+
+
+def evaluator(run: str | Path, overrides: tuple[str, ...] = ()) -> Callable[[int | None, str | None], dict]:
+    """`evaluate` as a function of step and `save_as`, with the target loaded and compiled for once."""
     axes.virtual_cpus(os.cpu_count() or 1)  # reading the run already puts the devices to use
-    draft = checkpoint.load_draft(run, step)
-    config = configuration.override(configuration.from_dict(draft.meta["config"], str(run)), overrides)
+    meta = checkpoint.load_draft(run).meta
+    config = configuration.override(configuration.from_dict(meta["config"], str(run)), overrides)
     mesh = axes.data_mesh(config.mesh.data)
-    target, params, tok = _serving_target(config, draft.meta, mesh)
+    target, params, tok = _serving_target(config, meta, mesh)
     prompts = [
         p | {"ids": chat.prompt(tok, (("user", p["prompt"]),)).tolist()}
         for p in defaults.evaluation_prompts(config.evaluate.prompts)[: config.evaluate.max_prompts]
@@ -69,18 +75,26 @@ def evaluate(
             f"a prompt and evaluate.max_new_tokens={e.max_new_tokens} take {longest} positions, "
             f"the target has {target.shape.max_position_embeddings}"
         )
-    result, answers = evaluation.evaluate(
-        target, params, _serving_draft(draft), prompts, chat.end_tokens(tok), mesh, steps=e.steps,
-        max_new_tokens=e.max_new_tokens, batch=e.batch, label=f"evaluate step {draft.step}",
-    )  # fmt: skip
-    result = {"accept_length": result.pop("accept_length"), "step": draft.step, "run": str(run)} | result
-    if save_as is not None:
-        save_json(Path(run) / save_as, result)
-    if save_as == RESULT:
-        pairs = zip(prompts, answers, strict=True)
-        lines = [json.dumps({"id": p["id"], "prompt": p["ids"]} | dataclasses.asdict(a)) for p, a in pairs]
-        _save(Path(run) / ANSWERS, "\n".join(lines) + "\n")
-    return result
+    speculator = Speculator(target, e.steps, mesh)
+
+    def at(step: int | None, save_as: str | None) -> dict:
+        draft = checkpoint.load_draft(run, step)
+        result, answers = evaluation.evaluate(
+            speculator, params, _serving_draft(draft), prompts, chat.end_tokens(tok), mesh,
+            max_new_tokens=e.max_new_tokens, batch=e.batch, label=f"evaluate step {draft.step}",
+        )  # fmt: skip
+        result = {"accept_length": result.pop("accept_length"), "step": draft.step, "run": str(run)} | result
+        if save_as is not None:
+            save_json(Path(run) / save_as, result)
+        if save_as == RESULT:
+            pairs = zip(prompts, answers, strict=True)
+            lines = [
+                json.dumps({"id": p["id"], "prompt": p["ids"]} | dataclasses.asdict(a)) for p, a in pairs
+            ]
+            _save(Path(run) / ANSWERS, "\n".join(lines) + "\n")
+        return result
+
+    return at
 
 
 def curve(run: str | Path) -> list[dict]:

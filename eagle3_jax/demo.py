@@ -54,9 +54,11 @@ def run(config: RunConfig) -> Path:
     with _stage("train"):
         train(config)
     with _stage("evaluate"):
-        for name, step in (("evaluate_untrained.json", 0), ("evaluate.json", config.train.steps)):
-            if not (directory / name).exists():
-                commands.evaluate(directory, step=step, save_as=name)
+        wanted = {"evaluate_untrained.json": 0, commands.RESULT: config.train.steps}
+        if missing := [name for name in wanted if not (directory / name).exists()]:
+            evaluate = commands.evaluator(directory)
+            for name in missing:
+                evaluate(wanted[name], name)
         if not (directory / "curve.json").exists():
             commands.save_json(directory / "curve.json", commands.curve(directory))
     return directory

@@ -97,20 +97,10 @@ PROMPTS = [
 @functools.cache
 def evaluated():
     """(the dictionary, the answers), with an end token that some answers reach."""
-    target = tiny.tiny()
-    with pytest.MonkeyPatch.context() as patch:  # one compilation for all files
-        patch.setattr(evaluate, "Speculator", lambda target, steps, mesh: tiny.speculator(steps))
-        return evaluate.evaluate(
-            target.target,
-            target.params,
-            tiny.trained(),
-            PROMPTS,
-            (7,),
-            axes.make_mesh(),
-            steps=3,
-            max_new_tokens=21,
-            batch=3,
-        )
+    return evaluate.evaluate(
+        tiny.speculator(3), tiny.tiny().params, tiny.trained(), PROMPTS, (7,), axes.make_mesh(),
+        max_new_tokens=21, batch=3,
+    )  # fmt: skip
 
 
 def test_evaluate_counts_what_the_simulator_counts():

@@ -23,14 +23,14 @@ MOST_EXCUSED = 1 / 500  # of the tokens
 
 
 def evaluate(
-    target: Target, params: dict, weights: DraftWeights, prompts: Sequence[dict], end_tokens: tuple[int, ...],
-    mesh: Mesh, *, steps: int, max_new_tokens: int, batch: int, label: str = "evaluate",
+    speculator: Speculator, params: dict, weights: DraftWeights, prompts: Sequence[dict],
+    end_tokens: tuple[int, ...], mesh: Mesh, *, max_new_tokens: int, batch: int, label: str = "evaluate",
 ) -> tuple[dict, list[Answer]]:  # fmt: skip
     """Decode `prompts` (dicts of id, category, ids): what evaluate.json holds, and the answers.
 
     Raises DataError where the decoder's text is not the target's greedy text.
     """
-    speculator = Speculator(target, steps, mesh)
+    target, steps = speculator.target, speculator.steps
     batch = min(batch, len(prompts))
     with bar(label, len(prompts) * max_new_tokens, "tokens") as progress:
         answers = decode(
