@@ -156,11 +156,12 @@ def _fuse(graph, params: dict, aux_BTM) -> jax.Array:
 @functools.partial(jax.jit, static_argnums=0)
 def _before(graph, params: dict, embed_BTD, state_BTD, position_BT) -> dict:
     draft = model.bind(graph, params)
-    q, k, v = draft.qkv(embed_BTD, state_BTD, position_BT)
+    x_BTC = draft.inputs(embed_BTD, state_BTD)
+    k, v = draft.key_value(x_BTC, position_BT)
     return {
         "input_layernorm": draft.midlayer.input_layernorm(embed_BTD),
         "hidden_norm": draft.midlayer.hidden_norm(state_BTD),
-        "q": q,
+        "q": draft.query(x_BTC, position_BT),
         "k": k,
         "v": v,
     }

@@ -64,6 +64,7 @@ class Train(Section):
     unroll: pydantic.PositiveInt = 7
     decay: float = pydantic.Field(default=0.8, gt=0, le=1)
     mask: Literal["serve", "eagle"] = "serve"
+    rows: Literal["supervised", "all"] = "supervised"  # which to compute: the same loss and gradients
     normalise: Literal["rows", "tokens"] = "rows"
     oov_rows: Literal["drop", "keep"] = "drop"
     loss: Literal["ce", "lk_alpha", "lk_lambda"] = "ce"

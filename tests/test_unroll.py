@@ -12,7 +12,7 @@ from step_fixture import QUICK
 from eagle3_jax.data.loader import row
 from eagle3_jax.draft import model
 from eagle3_jax.draft.shape import DraftShape
-from eagle3_jax.draft.unroll import Batch, Vocabulary, shift, supervised, unroll
+from eagle3_jax.draft.unroll import Batch, Vocabulary, needed_rows, shift, supervised, unroll
 
 SHAPE = DraftShape(
     hidden_size=8, num_aux_hidden_states=3, intermediate_size=12, num_attention_heads=2, num_key_value_heads=1,
@@ -125,11 +125,43 @@ def test_no_gradient_and_no_number_crosses_from_one_conversation_to_another(mask
     strange = {
         name: jnp.where(own.reshape(1, T, *[1] * (x.ndim - 2)), x, jnp.asarray(other.integers(60), x.dtype))
         for name, x in only._asdict().items()
-        if name not in ("segment", "position", "span")
+        if name not in ("segment", "position", "span", "rows")
     }  # fmt: skip
     again, _ = run(only._replace(**strange), mask)
     for name, x in sums._asdict().items():
         np.testing.assert_array_equal(x, getattr(again, name), err_msg=name)
+
+
+@masks
+@pytest.mark.parametrize("conversations", [(0, 1, 2), (2,), (1,)])
+def test_computing_only_the_rows_that_count_changes_no_sum_and_no_gradient(mask, conversations):
+    batch = rows(*conversations)
+    chosen = needed_rows(
+        {name: np.asarray(x) for name, x in batch._asdict().items() if x is not None}, K, mask
+    )
+    assert chosen.shape[1] < T
+    dense, dense_grads = run(batch, mask)
+    sums, grads = run(batch._replace(rows=jnp.asarray(chosen)), mask)
+    for name, want in dense._asdict().items():
+        np.testing.assert_allclose(getattr(sums, name), want, rtol=2e-6, err_msg=name)
+    for (path, got), want in zip(jax.tree.leaves_with_path(grads), jax.tree.leaves(dense_grads), strict=True):
+        np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * np.abs(want).max(), err_msg=str(path))
+
+
+@masks
+def test_the_rows_to_compute_are_those_that_count_at_any_step(mask):
+    segment, span = random_spans()
+    for some in (slice(None), slice(0, 3), slice(7, 8)):
+        part = {"segment": segment[some], "span": span[some]}
+        chosen = needed_rows(part, 3, mask)
+        batch = SimpleNamespace(**part)
+        counts = np.any([supervised(batch, k, mask) for k in range(3)], axis=0)
+        there = np.zeros_like(counts)
+        np.put_along_axis(there, chosen, True, axis=1)
+        assert not (counts & ~there).any() and (np.diff(chosen, axis=1) > 0).all()
+        assert chosen.shape[1] - counts.sum(axis=1).max() <= 30 / 8 + 1, "no more than a bucket too many"
+    nothing = {"segment": segment, "span": np.zeros_like(span)}
+    assert needed_rows(nothing, 3, mask).shape == (len(span), 4), "one bucket"
 
 
 @masks
@@ -140,7 +172,7 @@ def test_what_lies_in_padding_changes_nothing(mask):
     filled = {
         name: jnp.where(padding.reshape(1, T, *[1] * (x.ndim - 2)), jnp.asarray(33, x.dtype), x)
         for name, x in batch._asdict().items()
-        if name not in ("segment", "span")
+        if name not in ("segment", "span", "rows")
     }
     sums, grads = run(batch, mask)
     again, grads_again = run(batch._replace(**filled), mask)

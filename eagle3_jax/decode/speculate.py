@@ -63,7 +63,8 @@ def _draft_rows(draft: model.Draft, weights, cache, ids_BT, state_BTD, start_B):
     """Run the draft's layer on T rows from position `start` on; returns logits, states, cache."""
     embed_BTD = weights.embedding[ids_BT].astype(state_BTD.dtype)
     position_BT = start_B[:, None] + jnp.arange(ids_BT.shape[1])[None]
-    q, k, v = draft.qkv(embed_BTD, state_BTD, position_BT)
+    x_BTC = draft.inputs(embed_BTD, state_BTD)
+    q, (k, v) = draft.query(x_BTC, position_BT), draft.key_value(x_BTC, position_BT)
     attended, cache = cached_attention(q, k, v, cache, start_B)
     logits_BTU, state_BTD = draft.head(draft.finish(state_BTD, attended))
     return logits_BTU, state_BTD, cache

@@ -12,19 +12,19 @@ def unroll_attention(q_BTNH: jax.Array, keys: list, values: list, mask_BTS: jax.
     """Dense form. Returns [B, T, N, H].
 
     q       B T N H   rotated queries of step k
-    keys    (B T G H, ...)  rotated keys of steps 0..k; those of step 0 are seen through `mask`
-    values  (B T G H, ...)  likewise
+    keys    (B S G H, B T G H, ...)  rotated keys of steps 0..k; those of step 0 are seen through `mask`
+    values  (B S G H, B T G H, ...)  likewise
     mask    B T S     bool  causal, within the segment
     """
     B, T, N, H = q_BTNH.shape
-    G = keys[0].shape[2]
+    S, G = keys[0].shape[1:3]
     q_BTGRH = q_BTNH.reshape(B, T, G, N // G, H) * H**-0.5
     scores = jnp.einsum("btgrh,bsgh->bgrts", q_BTGRH, keys[0], preferred_element_type=jnp.float32)
     scores = jnp.where(mask_BTS[:, None, None], scores, -1e30)
     own = [jnp.einsum("btgrh,btgh->bgrt", q_BTGRH, k, preferred_element_type=jnp.float32) for k in keys[1:]]
     scores = jnp.concatenate([scores, *(s[..., None] for s in own)], axis=-1)
     weights = jax.nn.softmax(scores, axis=-1).astype(values[0].dtype)
-    out_BTGRH = jnp.einsum("bgrts,bsgh->btgrh", weights[..., :T], values[0])
+    out_BTGRH = jnp.einsum("bgrts,bsgh->btgrh", weights[..., :S], values[0])
     for j, v_BTGH in enumerate(values[1:]):
-        out_BTGRH += weights[..., T + j].transpose(0, 3, 1, 2)[..., None] * v_BTGH[:, :, :, None]
+        out_BTGRH += weights[..., S + j].transpose(0, 3, 1, 2)[..., None] * v_BTGH[:, :, :, None]
     return out_BTGRH.reshape(B, T, N, H)

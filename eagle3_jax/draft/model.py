@@ -1,7 +1,7 @@
 """The EAGLE-3 draft: fuse three target states, one decoder layer over [embedding, state], a small head.
 
 The attention itself is not here: training attends over an unroll (draft/unroll.py), serving over a cache
-(decode/). Both call `fuse`, `qkv`, `finish` and `head` of the one module below.
+(decode/). Both call the parts of the one module below.
 """
 
 import jax
@@ -50,17 +50,24 @@ class Draft(nnx.Module):
             )
         return self.fc("btm,md->btd", aux_BTM)
 
-    def qkv(self, embed_BTD: jax.Array, state_BTD: jax.Array, position_BT: jax.Array):
-        """Rotated queries [B, T, N, H], rotated keys and values [B, T, G, H]."""
+    def inputs(self, embed_BTD: jax.Array, state_BTD: jax.Array) -> jax.Array:
+        """What q, k and v read: the normed embedding beside the normed state, [B, T, C]."""
         layer = self.midlayer
-        x_BTC = jnp.concatenate([layer.input_layernorm(embed_BTD), layer.hidden_norm(state_BTD)], axis=-1)
-        scaling = self.shape.rope_scaling
-        turn = rope_frequencies(
-            self.shape.head_dim, self.shape.rope_theta, dict(scaling) if scaling else None
-        )
-        q_BTNH = rope(layer.q("btc,cnh->btnh", x_BTC), position_BT, *turn)
-        k_BTGH = rope(layer.k("btc,cgh->btgh", x_BTC), position_BT, *turn)
-        return q_BTNH, k_BTGH, layer.v("btc,cgh->btgh", x_BTC)
+        return jnp.concatenate([layer.input_layernorm(embed_BTD), layer.hidden_norm(state_BTD)], axis=-1)
+
+    def query(self, x_BTC: jax.Array, position_BT: jax.Array) -> jax.Array:
+        """Rotated queries [B, T, N, H]."""
+        return rope(self.midlayer.q("btc,cnh->btnh", x_BTC), position_BT, *self._turn())
+
+    def key_value(self, x_BTC: jax.Array, position_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Rotated keys and values, [B, T, G, H] each."""
+        k_BTGH = rope(self.midlayer.k("btc,cgh->btgh", x_BTC), position_BT, *self._turn())
+        return k_BTGH, self.midlayer.v("btc,cgh->btgh", x_BTC)
+
+    def _turn(self):
+        shape = self.shape
+        scaling = dict(shape.rope_scaling) if shape.rope_scaling else None
+        return rope_frequencies(shape.head_dim, shape.rope_theta, scaling)
 
     def finish(self, state_BTD: jax.Array, attended_BTNH: jax.Array) -> jax.Array:
         """Output projection, residual from the un-normed state, MLP: the layer's output [B, T, D]."""

@@ -3,13 +3,18 @@
 Row t at step k reads the embedding of x[t+1+k], sits at position t+k and is taught the target's distribution
 for x[t+2+k], which is softmax(W_lm h[t+1+k]). Step 0 takes the fused target states of row t, step k > 0 the
 draft's own state of step k-1 at the same row. Every left shift stops at the end of its segment.
+
+Only step-0 keys and values are read by other rows, so all else need only be computed at rows that some step
+counts: `needed_rows` finds them on the host; R stands for those of the T rows.
 """
 
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from eagle3_jax.axes import round_up
 from eagle3_jax.draft.attention import unroll_attention
 from eagle3_jax.draft.loss import Sums, acceptance_rate, soft_cross_entropy
 from eagle3_jax.draft.model import Draft
@@ -27,6 +32,7 @@ class Batch(NamedTuple):
     final     B T D  compute  post-norm last state
     top       B T    int32    the target's argmax over the full vocabulary
     lse       B T    float32  log-sum-exp of its logits over the full vocabulary
+    rows      B R    int32    the rows to compute, ascending, at least all that count; None: all
     """
 
     ids: jax.Array
@@ -37,6 +43,7 @@ class Batch(NamedTuple):
     final: jax.Array
     top: jax.Array
     lse: jax.Array
+    rows: jax.Array | None = None
 
 
 class Vocabulary(NamedTuple):
@@ -47,15 +54,14 @@ class Vocabulary(NamedTuple):
 
 
 def shift(x: jax.Array, n: int, segment_BT: jax.Array) -> jax.Array:
-    """x[t+n] where t+n is in t's segment, else 0. Axes after T come along."""
+    """x[t+n] where t+n is in t's segment, else 0. Axes after T come along. For arrays of jax and of numpy."""
+    xp = segment_BT.__array_namespace__()
 
     def left(y):
-        return jnp.pad(y[:, n:], [(0, 0), (0, n)] + [(0, 0)] * (y.ndim - 2)) if n else y
+        return xp.pad(y[:, n:], [(0, 0), (0, n)] + [(0, 0)] * (y.ndim - 2)) if n else y
 
     inside_BT = (left(segment_BT) == segment_BT) & (segment_BT > 0)
-    return jnp.where(
-        inside_BT.reshape(inside_BT.shape + (1,) * (x.ndim - 2)), left(x), jnp.zeros((), x.dtype)
-    )
+    return xp.where(inside_BT.reshape(inside_BT.shape + (1,) * (x.ndim - 2)), left(x), xp.zeros((), x.dtype))
 
 
 def supervised(batch: Batch, k: int, mask: str) -> jax.Array:
@@ -68,31 +74,58 @@ def supervised(batch: Batch, k: int, mask: str) -> jax.Array:
     last = shift(batch.span, k + 2, batch.segment)
     if mask == "serve":
         return (last > 0) & (shift(batch.span, 1, batch.segment) == last)
-    taught = shift(jnp.ones_like(batch.segment), k + 1, batch.segment) > 0
+    taught = shift(batch.segment, k + 1, batch.segment) > 0
     return taught & (shift(batch.span, k, batch.segment) > 0)
 
 
+BUCKETS = 8  # different numbers of rows, each compiled when it first comes up
+
+
+def needed_rows(batch: dict[str, np.ndarray], depth: int, mask: str) -> np.ndarray:
+    """The rows that count at some step, [B, R] int32 ascending; rows that do not fill them up.
+
+    `batch` holds numpy arrays of `Batch`. R is the same for all of a batch, and one of BUCKETS values.
+    """
+    batch = Batch(**{name: batch.get(name) for name in Batch._fields})
+    counts_BT = np.any([supervised(batch, k, mask) for k in range(depth)], axis=0)
+    T, most = counts_BT.shape[1], counts_BT.sum(axis=1).max()
+    R = min(T, round_up(max(int(most), 1), -(-T // BUCKETS)))
+    return np.sort(np.argsort(~counts_BT, axis=1, kind="stable")[:, :R], axis=1).astype(np.int32)
+
+
+def _take(x: jax.Array, rows_BR: jax.Array | None) -> jax.Array:
+    """x[b, rows[b]], or x where no rows are chosen."""
+    if rows_BR is None:
+        return x
+    at = dict(unique_indices=True, indices_are_sorted=True, mode="promise_in_bounds")
+    return jax.vmap(lambda x, rows: x.at[rows].get(**at))(x, rows_BR)
+
+
 class Unrolled(NamedTuple):
-    """One step: the layer's output before the final norm [B, T, D] and logits [B, T, U]."""
+    """One step: the layer's output before the final norm [B, R, D] and logits [B, R, U]."""
 
     state: jax.Array
     logits: jax.Array
 
 
-def steps(draft: Draft, embedding_VD, ids_BT, position_BT, segment_BT, aux_BTM, depth: int):
+def steps(
+    draft: Draft, embedding_VD, ids_BT, position_BT, segment_BT, aux_BTM, depth: int, rows_BR=None
+):  # fmt: skip
     """Yield the unroll's steps; axes as in `Batch`."""
     compute = aux_BTM.dtype
-    see_BTS = causal_mask(position_BT, segment_BT)
-    state_BTD = draft.fuse(aux_BTM)
+    see, position, state = causal_mask(position_BT, segment_BT), position_BT, draft.fuse(aux_BTM)
     keys, values = [], []
     for k in range(depth):  # small and static
-        embed_BTD = embedding_VD[shift(ids_BT, k + 1, segment_BT)].astype(compute)
-        q, key, value = draft.qkv(embed_BTD, state_BTD, position_BT + k)
+        ids = shift(ids_BT, k + 1, segment_BT)
+        x = draft.inputs(embedding_VD[_take(ids, rows_BR) if k else ids].astype(compute), state)
+        key, value = draft.key_value(x, position + k)
         keys.append(key)
         values.append(value)
-        out_BTD = draft.finish(state_BTD, unroll_attention(q, keys, values, see_BTS))
-        logits_BTU, state_BTD = draft.head(out_BTD)
-        yield Unrolled(out_BTD, logits_BTU)
+        if k == 0:
+            x, see, position, state = (_take(y, rows_BR) for y in (x, see, position, state))
+        out_BRD = draft.finish(state, unroll_attention(draft.query(x, position + k), keys, values, see))
+        logits_BRU, state = draft.head(out_BRD)
+        yield Unrolled(out_BRD, logits_BRU)
 
 
 def proposals(
@@ -119,29 +152,35 @@ def unroll(
     taught_BTU = jnp.einsum(
         "btd,ud->btu", batch.final, head_UD.astype(compute), preferred_element_type=jnp.float32
     )
+
+    def later(x_BT, n):
+        return _take(shift(x_BT, n, batch.segment), batch.rows)
+
     totals, outputs = [], []
-    chain_BT = supervised(batch, 0, mask)
-    run = steps(draft, embedding_VD, batch.ids, batch.position, batch.segment, batch.aux, depth)
+    chain_BR = _take(supervised(batch, 0, mask), batch.rows)
+    run = steps(
+        draft, embedding_VD, batch.ids, batch.position, batch.segment, batch.aux, depth, batch.rows
+    )  # fmt: skip
     for k, step in enumerate(run):
         outputs.append(step)
-        logits_BTU = step.logits
-        top_BT = shift(batch.top, k + 1, batch.segment)
-        target_BTU = jax.lax.stop_gradient(shift(taught_BTU, k + 1, batch.segment))
-        counted_BT = supervised(batch, k, mask)
-        rows_BT = counted_BT & vocabulary.t2d[top_BT] if oov_rows == "drop" else counted_BT
-        best_BT = jnp.argmax(logits_BTU, axis=-1)
-        right_BT = (best_BT + vocabulary.d2t[best_BT] == top_BT) & counted_BT
-        chain_BT &= counted_BT
-        rate_BT = acceptance_rate(logits_BTU, target_BTU, shift(batch.lse, k + 1, batch.segment))
+        logits_BRU = step.logits
+        top_BR = later(batch.top, k + 1)
+        target_BRU = jax.lax.stop_gradient(later(taught_BTU, k + 1))
+        counted_BR = _take(supervised(batch, k, mask), batch.rows)
+        loss_BR = counted_BR & vocabulary.t2d[top_BR] if oov_rows == "drop" else counted_BR
+        best_BR = jnp.argmax(logits_BRU, axis=-1)
+        right_BR = (best_BR + vocabulary.d2t[best_BR] == top_BR) & counted_BR
+        chain_BR &= counted_BR
+        rate_BR = acceptance_rate(logits_BRU, target_BRU, later(batch.lse, k + 1))
         totals.append(
             (
-                jnp.sum(soft_cross_entropy(logits_BTU, target_BTU), where=rows_BT),
-                jnp.sum(-jnp.log(jnp.maximum(rate_BT, 1e-30)), where=rows_BT),
-                jnp.sum(rate_BT, where=rows_BT),
-                *(jnp.sum(x, dtype=jnp.float32) for x in (rows_BT, counted_BT, right_BT, chain_BT)),
-                jnp.sum(chain_BT & right_BT, dtype=jnp.float32),
+                jnp.sum(soft_cross_entropy(logits_BRU, target_BRU), where=loss_BR),
+                jnp.sum(-jnp.log(jnp.maximum(rate_BR, 1e-30)), where=loss_BR),
+                jnp.sum(rate_BR, where=loss_BR),
+                *(jnp.sum(x, dtype=jnp.float32) for x in (loss_BR, counted_BR, right_BR, chain_BR)),
+                jnp.sum(chain_BR & right_BR, dtype=jnp.float32),
             )
         )
-        chain_BT &= right_BT & (top_BT == shift(batch.ids, k + 2, batch.segment))
+        chain_BR &= right_BR & (top_BR == later(batch.ids, k + 2))
     tokens = jnp.float32(batch.ids.size)
     return Sums(*(jnp.stack(x) for x in zip(*totals, strict=True)), tokens), outputs

@@ -16,6 +16,7 @@ from eagle3_jax.data import chat
 from eagle3_jax.data.loader import Batches
 from eagle3_jax.draft import model
 from eagle3_jax.draft import shape as draft_shape
+from eagle3_jax.draft.unroll import needed_rows
 from eagle3_jax.errors import CheckpointError, DataError
 from eagle3_jax.progress import bar
 from eagle3_jax.target import weights
@@ -113,6 +114,8 @@ def train(config: RunConfig) -> Path:
         with bar("train", (t.steps - at) * tokens, "tokens") as progress:
             for step in range(at + 1, t.steps + 1):
                 batch, position = next(batches)
+                if t.rows == "supervised":
+                    batch["rows"] = needed_rows(batch, t.unroll, t.mask)
                 trained, opt, metrics = run(trained, opt, frozen, jax.device_put(batch, axes.rows(mesh)))
                 if pending is not None and (pending[0] % t.log_every == 0):
                     # Of the step before: the device is busy with this one while the host reads.

@@ -102,6 +102,9 @@ class Step:
         value, losses_K, sums, grads = self.gradients(trained, frozen, batch)
         trained, opt = optim.update(self.tx, grads, opt, trained, frozen)
         log = dict(loss=value, losses=losses_K, grad_norm=optax.global_norm(grads)) | loss.metrics(sums)
+        log["rows_computed"] = jnp.float32(
+            batch["rows"].shape[1] / batch["ids"].shape[1] if "rows" in batch else 1
+        )
         return trained, opt, log
 
     def compiled(self, mesh: Mesh, trained_sharding, opt_sharding, frozen_sharding) -> Callable:
