@@ -16,7 +16,7 @@ from eagle3_jax.errors import ConfigError
 from eagle3_jax.progress import bar
 from eagle3_jax.target.model import Target
 
-WINDOW = 256  # conversations that are packed, or answered, together; a killed capture repeats at most one
+WINDOW = 512  # conversations that are packed, or answered, together; a killed capture repeats at most one
 
 
 def capture(
