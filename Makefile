@@ -8,16 +8,19 @@ EXTRAS ?=
 VENV := .venv
 INSTALL := $(VENV)/bin/python -m pip install --disable-pip-version-check --quiet -c constraints.txt
 PINS := pyproject.toml constraints.txt
+ENGINES := .venv-sglang
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint venv clean
+.PHONY: help demo test engines test-engines lint venv clean
 
 help:
 	@echo "make demo   train, evaluate and export a draft for SmolLM2-135M into runs/demo (DEMO_MINUTES=5: a short one)"
 	@echo "make test   the whole test suite on CPU (installs torch)"
+	@echo "make engines       environments of the inference engines, for CPU: $(ENGINES)"
+	@echo "make test-engines  the tests that run them (\`make test\` skips what is not installed)"
 	@echo "make lint   ruff: style and format"
 	@echo "make venv   $(VENV) with this package (EXTRAS=tpu, cuda12 or cuda13 for an accelerator)"
-	@echo "make clean  remove $(VENV) and build leftovers; keeps runs/"
+	@echo "make clean  remove $(VENV), $(ENGINES) and build leftovers; keeps runs/"
 
 demo: $(VENV)/.installed
 	$(VENV)/bin/eagle3 demo
@@ -27,6 +30,11 @@ demo: $(VENV)/.installed
 test: $(VENV)/.installed-bridge
 	$(VENV)/bin/pytest
 
+engines: $(ENGINES:=/.installed)
+
+test-engines: $(VENV)/.installed-bridge $(ENGINES:=/.installed)
+	EAGLE3_REQUIRE_ENGINES=1 $(VENV)/bin/pytest tests/engines
+
 lint: $(VENV)/.installed-dev
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
@@ -34,12 +42,28 @@ lint: $(VENV)/.installed-dev
 venv: $(VENV)/.installed$(if $(EXTRAS),-$(EXTRAS))
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(ENGINES) build dist *.egg-info .pytest_cache .ruff_cache
+
+define CHECK_PYTHON
+@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
+  { echo "$(PYTHON) cannot make a virtual environment; on Debian or Ubuntu: sudo apt-get install -y python3-venv make"; exit 1; }
+@$(PYTHON) -c 'import sys; v = sys.version.split()[0]; sys.exit(sys.version_info < (3, 11) and f"$(PYTHON) is {v}, 3.11 or newer is wanted: make PYTHON=python3.12 ...")'
+endef
+
+# An engine has an environment of its own, with exactly the packages that its file lists: .venv-NAME is made from
+# bridge/requirements/NAME-cpu.txt. What one of them needs, the others and this package may not stand.
+.PRECIOUS: .venv-%/bin/python
+.venv-%/bin/python:
+	$(CHECK_PYTHON)
+	$(PYTHON) -m venv .venv-$*
+
+.venv-%/.installed: .venv-%/bin/python bridge/requirements/%-cpu.txt
+	@echo "installing an inference engine into .venv-$* (some 3 GB on disk, a few minutes)"
+	.venv-$*/bin/python -m pip install --disable-pip-version-check --quiet --no-deps -r bridge/requirements/$*-cpu.txt
+	@touch $@
 
 $(VENV)/bin/python:
-	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
-	  { echo "$(PYTHON) cannot make a virtual environment; on Debian or Ubuntu: sudo apt-get install -y python3-venv make"; exit 1; }
-	@$(PYTHON) -c 'import sys; v = sys.version.split()[0]; sys.exit(sys.version_info < (3, 11) and f"$(PYTHON) is {v}, 3.11 or newer is wanted: make PYTHON=python3.12 ...")'
+	$(CHECK_PYTHON)
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.installed: $(VENV)/bin/python $(PINS)

@@ -71,8 +71,11 @@ def untrained(**options) -> speculate.DraftWeights:
 
 
 @functools.cache
-def trained() -> speculate.DraftWeights:
-    """Trained on the target's own answers, not to the end."""
+def trained(blind: bool = False) -> speculate.DraftWeights:
+    """Trained on the target's own answers, not to the end.
+
+    A blind draft does not see its embeddings: all that it knows comes through the aux states.
+    """
     target, params, writer = tiny()
     texts = writer.write(params, prompts(16, 1), LIMIT, ())
     batch = as_batch(texts)
@@ -81,9 +84,13 @@ def trained() -> speculate.DraftWeights:
     vocabulary = unroll.Vocabulary(jnp.asarray(D2T), jnp.zeros(V, bool).at[DRAFT_IDS].set(True))
     tx = optax.adamw(5e-3)
 
+    def seen(draft):
+        scale = draft["midlayer"]["input_layernorm"]["scale"] * (not blind)
+        return draft | {"midlayer": draft["midlayer"] | {"input_layernorm": {"scale": scale}}}
+
     def cost(draft):
         sums, _ = unroll.unroll(
-            model.bind(graph, draft), params["embed"]["embedding"], head_UD, vocabulary, batch,
+            model.bind(graph, seen(draft)), params["embed"]["embedding"], head_UD, vocabulary, batch,
             depth=2, mask="serve", oov_rows="drop",
         )  # fmt: skip
         return loss.objective(sums, kind="ce", normalise="rows", decay=0.8)[0]
@@ -94,7 +101,7 @@ def trained() -> speculate.DraftWeights:
         return (optax.apply_updates(draft, updates), opt), None
 
     (draft, _), _ = jax.jit(lambda c: jax.lax.scan(step, c, length=150))((draft, tx.init(draft)))
-    return weights(graph, draft)
+    return weights(graph, seen(draft))
 
 
 def as_batch(texts) -> unroll.Batch:

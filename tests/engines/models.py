@@ -1,0 +1,57 @@
+"""Tiny targets and drafts as directories that an engine can serve."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import einops
+import jax
+import numpy as np
+
+from bridge import convert
+from eagle3_jax import tensors
+from eagle3_jax.decode.speculate import DraftWeights
+from eagle3_jax.draft import model
+from eagle3_jax.target.model import Target
+from eagle3_jax.target.weights import ROWS
+
+CLASSES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+
+
+def save_target(path: Path, target: Target, params: dict) -> Path:
+    """A target in Hugging Face's layout: the reverse of target.weights.load."""
+    shape, found = target.shape, {}
+    sizes = dict(n=shape.num_attention_heads, g=shape.num_key_value_heads, h=shape.head_dim)
+    for where, leaf in jax.tree.leaves_with_path(params):
+        name, layout = ROWS[jax.tree_util.keystr(where, simple=True, separator="/")]
+        layout = " -> ".join(reversed(layout.split(" -> ")))
+        known = {letter: n for letter, n in sizes.items() if letter in layout}
+        layers = leaf if "{}" in name else [leaf]
+        for i, x in enumerate(layers):
+            found[name.format(i)] = einops.rearrange(np.asarray(x), layout, **known)
+    path.mkdir(parents=True)
+    tensors.save(path / tensors.FILE, found)
+    config = shape.model_dump() | {"architectures": [CLASSES[shape.model_type]], "torch_dtype": "float32"}
+    config |= {"hidden_act": "silu", "bos_token_id": 0, "eos_token_id": 1}
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+def save_draft(path: Path, target: Path, aux_layers: tuple[int, ...], weights: DraftWeights) -> Path:
+    """A draft as `bridge convert` writes it."""
+    shape = model.bind(weights.graph, weights.params).shape
+    draft = SimpleNamespace(
+        shape=shape,
+        params=jax.tree.map(np.asarray, weights.params),
+        embedding=np.asarray(weights.embedding),
+        d2t=np.asarray(weights.d2t, np.int64),
+        step=1,
+        meta={
+            "config": {"target": {"path": str(target), "dtype": "float32"}},
+            "target": {"path": str(target), "shape": {}, "weights_digest": "none"},
+            "aux_layers": list(aux_layers),
+            "manifest": {"leaves": {"embedding/embedding": {"label": "frozen"}}, "facts": {}},
+        },
+    )
+    convert.write(draft, path.parent / "run", path)
+    return path

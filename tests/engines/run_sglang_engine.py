@@ -1,0 +1,57 @@
+"""Runs in SGLang's environment: starts the whole engine and sends it prompts as token ids.
+
+    python run_sglang_engine.py REQUEST.json ANSWERS.json
+
+REQUEST.json holds a list of jobs, each with an engine of its own:
+
+    options          dict         arguments of sglang.Engine
+    prompts          [[int]]
+    max_new_tokens   int
+    hidden_states    bool         return the states of the prompt's tokens
+    together         bool         send all prompts at once; else one after the other, each with its trace
+
+ANSWERS.json gets per job {"answers": [{"tokens", "meta", "rounds"}], "server": dict}: the new tokens, SGLang's own
+meta_info, and the lines that the stand-in's verification appended to EAGLE3_TRACE.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import sglang
+
+
+def run(job: dict, trace: Path) -> dict:
+    os.environ["EAGLE3_TRACE"] = str(trace)  # before the engine spawns its processes
+    engine = sglang.Engine(skip_tokenizer_init=True, log_level="warning", **job["options"])
+    sampling = {"temperature": 0, "max_new_tokens": job["max_new_tokens"], "ignore_eos": True}
+
+    def generate(ids) -> list[dict]:
+        trace.unlink(missing_ok=True)
+        out = engine.generate(
+            input_ids=ids, sampling_params=sampling, return_hidden_states=job["hidden_states"]
+        )
+        rounds = [json.loads(line) for line in trace.open()] if trace.exists() else []
+        several = out if isinstance(out, list) else [out]
+        return [{"tokens": list(o["output_ids"]), "meta": o["meta_info"], "rounds": rounds} for o in several]
+
+    try:
+        if job["together"]:
+            answers = generate(job["prompts"])
+        else:
+            answers = [answer for prompt in job["prompts"] for answer in generate(prompt)]
+        server = engine.get_server_info()["internal_states"][0]
+    finally:
+        engine.shutdown()
+    return {"answers": answers, "server": {k: v for k, v in server.items() if "spec" in k}}
+
+
+def main(request: str, answers: str) -> None:
+    trace = Path(answers).with_suffix(".trace")
+    done = [run(job, trace) for job in json.loads(Path(request).read_text())]
+    Path(answers).write_text(json.dumps(done, default=str))
+
+
+if __name__ == "__main__":  # the engine spawns processes that import this file again
+    main(*sys.argv[1:])
