@@ -55,7 +55,7 @@ def prompts(count: int, seed: int) -> list[list[int]]:
 
 def draft_shape(**options) -> DraftShape:
     return DraftShape(
-        hidden_size=D, num_aux_hidden_states=3, intermediate_size=40, num_attention_heads=6,
+        hidden_size=D, num_aux_hidden_states=3, intermediate_size=40, num_attention_heads=8,
         num_key_value_heads=2, head_dim=8, vocab_size=V, draft_vocab_size=len(DRAFT_IDS),
         max_position_embeddings=256, rms_norm_eps=EPS, rope_theta=THETA, **options,
     )  # fmt: skip

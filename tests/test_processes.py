@@ -10,7 +10,11 @@ from bridge import processes
 from eagle3_jax.errors import UserError
 
 # Starts a process that would outlive it, and says which.
-STARTS = "import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']).pid, flush=True)"
+STARTS = """
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])
+print(child.pid, flush=True)
+"""
 
 
 def _gone(pid: int) -> bool:
@@ -32,7 +36,7 @@ def test_what_a_command_leaves_behind_is_ended():
 
 
 def test_a_late_command_is_ended_with_its_children_and_its_last_words_shown():
-    code = f"{STARTS}\nimport time; time.sleep(60)"
+    code = f"{STARTS}\ntime.sleep(60)"
     with pytest.raises(UserError, match=r"not done after 1 s; the last lines of its output:\n\d+$") as caught:
         processes.run([sys.executable, "-c", code], os.environ, 1)
     assert _gone(int(str(caught.value).splitlines()[-1]))

@@ -8,10 +8,11 @@ REQUEST.json holds a list of jobs, each with an engine of its own:
     prompts          [[int]]
     max_new_tokens   int
     hidden_states    bool         return the states of the prompt's tokens
-    together         bool         send all prompts at once; else one after the other, each with its trace
+    together         bool         after sending the prompts one by one, send all of them at once
 
-ANSWERS.json gets per job {"answers": [{"tokens", "meta", "rounds"}], "server": dict}: the new tokens, SGLang's own
-meta_info, and the lines that the stand-in's verification appended to EAGLE3_TRACE.
+ANSWERS.json gets per job {"answers": [answer], "together": [answer], "server": dict}, an answer being {"tokens",
+"meta", "rounds"}: the new tokens, SGLang's own meta_info, and the lines that the stand-in's verification
+appended to EAGLE3_TRACE meanwhile (which belong to no single prompt where all are sent at once).
 """
 
 import json
@@ -37,14 +38,16 @@ def run(job: dict, trace: Path) -> dict:
         return [{"tokens": list(o["output_ids"]), "meta": o["meta_info"], "rounds": rounds} for o in several]
 
     try:
-        if job["together"]:
-            answers = generate(job["prompts"])
-        else:
-            answers = [answer for prompt in job["prompts"] for answer in generate(prompt)]
+        answers = [answer for prompt in job["prompts"] for answer in generate(prompt)]
+        together = generate(job["prompts"]) if job["together"] else []
         server = engine.get_server_info()["internal_states"][0]
     finally:
         engine.shutdown()
-    return {"answers": answers, "server": {k: v for k, v in server.items() if "spec" in k}}
+    return {
+        "answers": answers,
+        "together": together,
+        "server": {k: v for k, v in server.items() if "spec" in k},
+    }
 
 
 def main(request: str, answers: str) -> None:

