@@ -68,13 +68,21 @@ def train(config: Config, overrides: Overrides = None):
 def evaluate(
     run: Run, overrides: Overrides = None,
     step: Annotated[int | None, typer.Option(help="checkpoint; 0 is the untrained draft")] = None,
+    steps: Annotated[int | None, typer.Option(help="evaluate.steps: levels of drafts")] = None,
+    topk: Annotated[int | None, typer.Option(help="evaluate.topk: 1 drafts a chain, more a tree")] = None,
+    tokens: Annotated[int | None, typer.Option(help="evaluate.tokens: verified together; a tree's size")] = None,
     as_json: Annotated[bool, typer.Option("--json")] = False,
 ):  # fmt: skip
     """Accept length, by speculative decoding as the server does it."""
     from eagle3_jax import commands
 
+    told = [
+        f"evaluate.{k}={v}" for k, v in dict(steps=steps, topk=topk, tokens=tokens).items() if v is not None
+    ]
+    if topk == 1 and tokens is None:
+        told.append("evaluate.tokens=null")  # a tree's, if the run's configuration has one
     result = commands.evaluate(
-        run, tuple(overrides or ()), step, save_as=commands.RESULT if step is None else None
+        run, (*(overrides or ()), *told), step, save_as=commands.RESULT if step is None else None
     )
     print(json.dumps(result, indent=2) if as_json else commands.describe_evaluation(result))
 

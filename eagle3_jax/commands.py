@@ -68,14 +68,14 @@ def evaluator(run: str | Path, overrides: tuple[str, ...] = ()) -> Callable[[int
         p | {"ids": chat.prompt(tok, (("user", p["prompt"]),)).tolist()}
         for p in defaults.evaluation_prompts(config.evaluate.prompts)[: config.evaluate.max_prompts]
     ]
-    e = config.evaluate
-    longest = max(len(p["ids"]) for p in prompts) + e.max_new_tokens + e.steps + 1
+    e, plan = config.evaluate, config.evaluate.drafting()
+    longest = max(len(p["ids"]) for p in prompts) + e.max_new_tokens + plan.steps + 1
     if longest > target.shape.max_position_embeddings:
         raise DataError(
             f"a prompt and evaluate.max_new_tokens={e.max_new_tokens} take {longest} positions, "
             f"the target has {target.shape.max_position_embeddings}"
         )
-    speculator = Speculator(target, e.steps, mesh)
+    speculator = Speculator(target, plan, mesh)
 
     def at(step: int | None, save_as: str | None) -> dict:
         draft = checkpoint.load_draft(run, step)
@@ -98,7 +98,10 @@ def evaluator(run: str | Path, overrides: tuple[str, ...] = ()) -> Callable[[int
 
 
 def curve(run: str | Path) -> list[dict]:
-    """Accept length of every checkpoint on the texts of the last evaluation: step, minutes of training, value."""
+    """Accept length of every checkpoint with a chain of `evaluate.steps`: step, minutes of training, value.
+
+    On the texts of the last evaluation, which are the target's, whatever drafted them.
+    """
     answers = [json.loads(line) for line in (Path(run) / ANSWERS).read_text().splitlines()]
     log = [json.loads(line) for line in (Path(run) / METRICS).read_text().splitlines()]
     minutes = {0: 0.0} | {line["step"]: line["seconds"] / 60 for line in log}
@@ -178,6 +181,7 @@ def previews(config: RunConfig, count: int):
 def describe_evaluation(result: dict) -> str:
     """The result in a few lines, the figure with its definition and settings."""
     s, (low, high) = result["settings"], result["interval"]
+    kind = "chain" if s["topk"] == 1 else "tree"
     where = " ".join(f"{p:.2f}" for p in result["acceptance_by_position"])
     categories = ", ".join(f"{name} {value:.2f}" for name, value in result["by_category"].items())
     decoded = result["greedy"]
@@ -185,7 +189,7 @@ def describe_evaluation(result: dict) -> str:
         [
             f"step {result['step']}: accept length {result['accept_length']:.3f} (95 % {low:.3f} .. {high:.3f})",
             f"  = {result['definition']}",
-            f"  chain {s['chain']}, {s['prompts']} prompts, greedy, {s['max_new_tokens']} tokens, {s['dtype']}",
+            f"  {kind} {s[kind]}, {s['prompts']} prompts, greedy, {s['max_new_tokens']} tokens, {s['dtype']}",
             f"accepted by position: {where} ({result['accepted_drafts']:,} in {result['verify_forwards']:,} verifies)",
             f"as SGLang counts: request {result['sglang_request']:.3f}, server {result['sglang_server']:.3f}",
             f"by category: {categories}",

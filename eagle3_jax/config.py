@@ -8,6 +8,7 @@ from typing import Literal
 import pydantic
 import yaml
 
+from eagle3_jax.decode.drafting import Drafting, drafting
 from eagle3_jax.errors import ConfigError
 from eagle3_jax.target.shape import TargetShape, check_aux_layers
 
@@ -90,8 +91,20 @@ class Evaluate(Section):
     prompts: str | None = None  # JSONL; None: MT-bench's first turns. Training data that hold one are refused
     max_prompts: pydantic.PositiveInt | None = None
     max_new_tokens: pydantic.PositiveInt = 96
-    steps: pydantic.PositiveInt = 3  # chain: steps-1-(steps+1) in SGLang's flags
+    steps: pydantic.PositiveInt = 3  # this and the next two are SGLang's flags
+    topk: pydantic.PositiveInt = 1  # 1: a chain
+    tokens: pydantic.PositiveInt | None = (
+        None  # verified together, the bonus among them; None: a chain's steps+1
+    )
     batch: pydantic.PositiveInt = 16
+
+    @pydantic.model_validator(mode="after")
+    def _drafting(self):
+        self.drafting()
+        return self
+
+    def drafting(self) -> Drafting:
+        return drafting(self.steps, self.topk, self.tokens, "evaluate.")
 
 
 class RunConfig(Section):
@@ -129,6 +142,10 @@ class RunConfig(Section):
         if self.data.max_length > self.train.row_length:
             raise ConfigError(
                 f"data.max_length={self.data.max_length} exceeds train.row_length={self.train.row_length}"
+            )
+        if self.evaluate.topk > self.draft.vocab_size:
+            raise ConfigError(
+                f"evaluate.topk={self.evaluate.topk} exceeds draft.vocab_size={self.draft.vocab_size}"
             )
         if self.target.shape is not None:
             check(self, self.target.shape)

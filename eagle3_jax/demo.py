@@ -71,7 +71,12 @@ def summary(directory: Path) -> str:
         for name in ("evaluate_untrained.json", "evaluate.json", "curve.json")
     )
     most = max(point["accept_length"] for point in curve)
-    lines = ["", "accept length over minutes of training (teacher-forced on the target's greedy answers):"]
+    steps = after["settings"]["steps"]
+    lines = [
+        "",
+        f"accept length over minutes of training (chain {steps}-1-{steps + 1}, teacher-forced on the target's "
+        "greedy answers):",
+    ]
     for point in curve:
         bar = "#" * round(40 * (point["accept_length"] - 1) / max(most - 1, 1e-9))
         lines.append(

@@ -141,8 +141,35 @@ def write_cache(cache: dict, new: dict, start_B: jax.Array) -> dict:
     return jax.lax.fori_loop(0, len(start_B), row, cache)
 
 
-def cached_attention(q_BTNH, k_BTGH, v_BTGH, cache: dict, start_B) -> tuple[jax.Array, dict]:
-    """Write T new rows into a cache filled below `start`, and attend over it causally.
+def slots_seen(start_B: jax.Array, see_BTW: jax.Array, length: int) -> jax.Array:
+    """A mask over a cache [B, T, S]: all slots below `start`, of the W from there on what `see` says, none after."""
+    offset_B1S = (jnp.arange(length)[None] - start_B[:, None])[:, None]
+    width = see_BTW.shape[2]
+    own_BTS = jnp.take_along_axis(see_BTW, jnp.clip(offset_B1S, 0, width - 1), axis=2)
+    return (offset_B1S < 0) | ((offset_B1S < width) & own_BTS)
+
+
+def keep_slots(cache: dict, start_B: jax.Array, path_BT: jax.Array, width: int) -> dict:
+    """Move slots start + path[0], start + path[1] .. to start, start + 1 ..; path < width. In place, row by row."""
+
+    def row(b, cache):
+        out, path_T = {}, path_BT[b]
+        for name, axis in (("k", 3), ("v", 2)):
+            at = [b, 0, 0, 0]
+            at[axis] = start_B[b]
+            size = [1, *cache[name].shape[1:]]
+            size[axis] = width
+            kept = jnp.take(jax.lax.dynamic_slice(cache[name], at, size), path_T, axis=axis)
+            out[name] = jax.lax.dynamic_update_slice(cache[name], kept, at)
+        return out
+
+    return jax.lax.fori_loop(0, len(start_B), row, cache)
+
+
+def cached_attention(
+    q_BTNH, k_BTGH, v_BTGH, cache: dict, start_B, mask_BTS: jax.Array | None = None
+) -> tuple[jax.Array, dict]:
+    """Write T new rows into a cache from slot `start` on, and attend over it: causally, or as `mask` says.
 
     Returns attended [B, T, N, H] and the cache. The order matters: were the old cache read after the write,
     XLA would have to copy it.
@@ -150,6 +177,7 @@ def cached_attention(q_BTNH, k_BTGH, v_BTGH, cache: dict, start_B) -> tuple[jax.
     T, S = q_BTNH.shape[1], cache["k"].shape[3]
     new = {"k": k_BTGH.transpose(0, 2, 3, 1), "v": v_BTGH.transpose(0, 2, 1, 3)}
     cache = write_cache(cache, new, start_B)
-    position_BT = start_B[:, None] + jnp.arange(T)[None]
-    mask_BTS = jnp.arange(S)[None, None] <= position_BT[..., None]
+    if mask_BTS is None:
+        position_BT = start_B[:, None] + jnp.arange(T)[None]
+        mask_BTS = jnp.arange(S)[None, None] <= position_BT[..., None]
     return dense_attention(q_BTNH, cache["k"], cache["v"], mask_BTS), cache

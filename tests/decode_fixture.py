@@ -11,6 +11,7 @@ from oracle import Oracle
 
 from eagle3_jax import axes
 from eagle3_jax.decode import speculate
+from eagle3_jax.decode.drafting import Drafting
 from eagle3_jax.decode.greedy import Writer
 from eagle3_jax.draft import loss, model, unroll
 from eagle3_jax.draft.shape import DraftShape
@@ -121,8 +122,12 @@ def as_batch(texts) -> unroll.Batch:
 
 
 @functools.cache
-def speculator(steps: int, family: str = "llama") -> speculate.Speculator:
-    return speculate.Speculator(tiny(family).target, steps, axes.make_mesh())
+def speculator(plan: Drafting, family: str = "llama") -> speculate.Speculator:
+    return speculate.Speculator(tiny(family).target, plan, axes.make_mesh())
+
+
+def chain(steps: int) -> Drafting:
+    return Drafting(steps, 1, steps + 1)
 
 
 def oracle(draft: speculate.DraftWeights, family: str = "llama", **options) -> Oracle:

@@ -13,7 +13,8 @@ import numpy as np
 class Round:
     n: int  # tokens before the bonus
     bonus: int
-    drafts: list[int]
+    drafts: list[int]  # nodes 1, 2, ..; node 0 is the bonus
+    parents: list[int]  # the node that each draft follows
     accepted: int
     emitted: list[int]
 
@@ -31,20 +32,20 @@ class Oracle:
     fc_norm: bool = False
     norm_output: bool = False
 
-    def decode(self, prompt, *, steps: int, max_new_tokens: int, end_tokens) -> tuple[list[int], list[Round]]:
-        """The answer and its verify steps."""
+    def decode(self, prompt, plan, *, max_new_tokens: int, end_tokens) -> tuple[list[int], list[Round]]:
+        """The answer and its verify steps; `plan` is (steps, topk, tokens)."""
         text = [*map(int, prompt)]
-        answer, rounds = [self._greedy(text)[-1]], []
+        answer, rounds = [self._greedy(text)], []
         while len(answer) < max_new_tokens and not set(answer) & set(end_tokens):
             bonus = answer[-1] if not rounds else rounds[-1].emitted[-1]
-            drafts = self._propose(text, bonus, steps)
-            truth = self._greedy([*text, bonus, *drafts])[len(text) :]
-            accepted = 0
-            while accepted < steps and drafts[accepted] == truth[accepted]:
-                accepted += 1
-            emitted = truth[: accepted + 1]
-            rounds.append(Round(len(text), bonus, drafts, accepted, emitted))
-            text += [bonus, *drafts[:accepted]]
+            drafts, parents = self._propose(text, bonus, *plan)
+            n, node, emitted = len(text), 0, []
+            while node is not None:
+                text.append([bonus, *drafts][node])
+                emitted.append(self._greedy(text))
+                after = [i + 1 for i, p in enumerate(parents) if p == node and drafts[i] == emitted[-1]]
+                node = after[0] if after else None
+            rounds.append(Round(n, bonus, drafts, parents, len(emitted) - 1, emitted))
             for token in emitted:
                 if len(answer) < max_new_tokens and not set(answer) & set(end_tokens):
                     answer.append(token)
@@ -64,30 +65,53 @@ class Oracle:
         head = w["lm_head"]["kernel"] if "lm_head" in w else w["embed"]["embedding"]
         return np.concatenate(captured, axis=1), self._norm(x, w["norm"]) @ _f64(head).T
 
-    def _greedy(self, text) -> list[int]:
-        """The target's choice after every token."""
-        return self.features(text)[1].argmax(1).tolist()
+    def _greedy(self, text) -> int:
+        """The target's choice after the text."""
+        return int(self.features(text)[1][-1].argmax())
 
-    def _propose(self, text, bonus: int, steps: int) -> list[int]:
-        """Row p pairs the state of token p with the embedding of token p + 1; drafted rows come after them."""
-        w, table = self.draft, _f64(self.target["embed"]["embedding"])
-        fused = self.features(text)[0]
+    def _propose(self, text, bonus: int, steps: int, topk: int, tokens: int) -> tuple[list[int], list[int]]:
+        """Drafts and parents of a tree; with topk 1 it is a chain.
+
+        Row p pairs the state of token p with the embedding of token p + 1. Drafted rows come after them: there are
+        `topk` beams, and beam r sees the rows that were drafted in beam r before, whatever nodes they were, while
+        the state that it reads is its own parent's.
+        """
+        fused, w = self.features(text)[0], self.draft
         if self.fc_norm:
             parts = np.split(fused, len(self.aux_layers), axis=1)
             fused = np.concatenate([self._norm(p, w[f"fc_norm_{i}"]) for i, p in enumerate(parts)], axis=1)
-        states, ids, drafts = list(fused @ _f64(w["fc"]["kernel"])), [*text[1:], bonus], []
+        known = list(zip(fused @ _f64(w["fc"]["kernel"]), [*text[1:], bonus], strict=True))
+        pool = []  # (token, parent in the pool or None, probability of the path)
+        beams = [[] for _ in range(topk)]
+        leaves = [(None, 1.0, *self._draft(known))]  # (node, probability of its path, what follows, state)
         for _ in range(steps):
-            x, layer = np.stack(states), w["midlayer"]
-            read = np.concatenate(
-                [self._norm(table[ids], layer["input_layernorm"]), self._norm(x, layer["hidden_norm"])],
-                axis=1,
-            )
-            out = self._block(layer, x, read, np.arange(len(x)), np.tri(len(x), dtype=bool))[-1]
-            normed = self._norm(out, w["norm"])
-            drafts.append(int(self.draft_ids[(normed @ _f64(w["lm_head"]["kernel"])).argmax()]))
-            states.append(normed if self.norm_output else out)
-            ids.append(drafts[-1])
-        return drafts
+            level = []
+            for node, path, follows, state in leaves:
+                for i in np.argsort(-follows, kind="stable")[:topk]:
+                    level.append((len(pool), path * follows[i], state))
+                    pool.append((int(self.draft_ids[i]), node, path * follows[i]))
+            level.sort(key=lambda leaf: -leaf[1])
+            leaves = []
+            for beam, (node, path, state) in zip(beams, level, strict=False):
+                beam.append((state, pool[node][0]))
+                leaves.append((node, path, *self._draft(known + beam)))
+        best = sorted(sorted(range(len(pool)), key=lambda i: -pool[i][2])[: tokens - 1])
+        parents = [0 if pool[i][1] is None else 1 + best.index(pool[i][1]) for i in best]
+        return [pool[i][0] for i in best], parents
+
+    def _draft(self, rows) -> tuple[np.ndarray, np.ndarray]:
+        """After rows of (state, token): probabilities over the draft vocabulary, and the next row's state."""
+        states, ids = np.stack([r[0] for r in rows]), [r[1] for r in rows]
+        w, layer, table = self.draft, self.draft["midlayer"], _f64(self.target["embed"]["embedding"])
+        read = np.concatenate(
+            [self._norm(table[ids], layer["input_layernorm"]), self._norm(states, layer["hidden_norm"])],
+            axis=1,
+        )
+        places, see = np.arange(len(ids)), np.tri(len(ids), dtype=bool)
+        out = self._block(layer, states, read, places, see)[-1]
+        normed = self._norm(out, w["norm"])
+        odds = np.exp(normed @ _f64(w["lm_head"]["kernel"]))
+        return odds / odds.sum(), normed if self.norm_output else out
 
     def _block(self, w, x, read, places, see):
         """Llama's layer: attention reads `read`, the residual is `x`."""

@@ -131,6 +131,15 @@ def test_the_whole_path_by_its_commands(root, yaml_file, capsys, tmp_path):
     result = json.loads((run / "evaluate.json").read_text())
     assert f"accept length {result['accept_length']:.3f}" in said and "chain 3-1-4" in said
     assert result["step"] == 10 and 1 <= result["accept_length"] <= 4
+    assert eagle3("evaluate", run, "--topk", "2") == 2
+    assert "wants evaluate.tokens: within 2 .. 11" in capsys.readouterr().err
+    tree = ("evaluate.topk=2", "evaluate.tokens=6", "evaluate.max_new_tokens=12")
+    assert eagle3("evaluate", run, *tree, "--steps", "2", "--tokens", "5", "--step", "5", "--json") == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["settings"]["tree"] == "2-2-5" and len(told["histogram"]) == 3
+    assert eagle3("evaluate", run, *tree, "--topk", "1", "--step", "5") == 0
+    assert "  chain 3-1-4, " in capsys.readouterr().out
+    assert json.loads((run / "evaluate.json").read_text()) == result, "of another step"
     assert call(bridge_cli.app, "bridge", "convert", run, out) == 0
     assert "--speculative-algorithm EAGLE3" in capsys.readouterr().out
     assert (

@@ -43,6 +43,7 @@ def test_the_demo_runs_once_and_reuses_what_is_done(tmp_path, capsys):
     before = json.loads((run / "evaluate_untrained.json").read_text())
     assert before["step"] == 0 and result["step"] == config.train.steps
     assert f"accept length {result['accept_length']:.3f}" in told and f"{before['accept_length']:.3f}" in told
+    assert "minutes of training (chain 3-1-4, teacher-forced" in told
     assert [p["step"] for p in json.loads((run / "curve.json").read_text())] == [0, 5, 10]
 
     files = {p: p.stat().st_mtime_ns for p in run.rglob("*") if p.is_file() and p.name != "metrics.jsonl"}

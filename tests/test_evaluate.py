@@ -7,15 +7,16 @@ import decode_fixture as tiny
 import numpy as np
 import pytest
 
-from eagle3_jax import axes
+from eagle3_jax import axes, commands
 from eagle3_jax.decode import evaluate
+from eagle3_jax.decode.drafting import Drafting
 from eagle3_jax.decode.speculate import Answer, Round
 from eagle3_jax.errors import DataError
 
 
 def planted(accepted: list[int], tokens: int) -> Answer:
     """An answer of `tokens` tokens whose rounds accepted so many drafts."""
-    rounds = [Round(10, 0, [0] * 3, a, [0] * (a + 1)) for a in accepted]
+    rounds = [Round(10, 0, [0] * 3, [0, 1, 2], a, [0] * (a + 1)) for a in accepted]
     return Answer([*range(tokens)], rounds, [(1.0, 0, 0.0)] * tokens)
 
 
@@ -94,21 +95,25 @@ PROMPTS = [
 ]
 
 
+CHAIN, TREE = tiny.chain(3), Drafting(3, 2, 6)
+
+
 @functools.cache
-def evaluated():
+def evaluated(plan: Drafting = CHAIN):
     """(the dictionary, the answers), with an end token that some answers reach."""
     return evaluate.evaluate(
-        tiny.speculator(3), tiny.tiny().params, tiny.trained(), PROMPTS, (7,), axes.make_mesh(),
+        tiny.speculator(plan), tiny.tiny().params, tiny.trained(), PROMPTS, (7,), axes.make_mesh(),
         max_new_tokens=21, batch=3,
     )  # fmt: skip
 
 
-def test_evaluate_counts_what_the_simulator_counts():
-    found, _ = evaluated()
+@pytest.mark.parametrize("plan", [CHAIN, TREE], ids=lambda p: p.name)
+def test_evaluate_counts_what_the_simulator_counts(plan):
+    found, _ = evaluated(plan)
     oracle, totals, by_category = tiny.oracle(tiny.trained()), np.zeros(2, int), {"even": [], "odd": []}
     histogram, tokens, overshoot = np.zeros(4, int), 0, 0
     for prompt in PROMPTS:
-        answer, rounds = oracle.decode(prompt["ids"], steps=3, max_new_tokens=21, end_tokens=(7,))
+        answer, rounds = oracle.decode(prompt["ids"], plan, max_new_tokens=21, end_tokens=(7,))
         pair = np.array([sum(r.accepted for r in rounds), len(rounds)])
         by_category[prompt["category"]].append(pair)
         totals += pair
@@ -126,8 +131,9 @@ def test_evaluate_counts_what_the_simulator_counts():
         assert found["by_category"][name] == 1 + accepted / forwards
 
 
-def test_the_parts_of_the_dictionary_add_up():
-    found, _ = evaluated()
+@pytest.mark.parametrize("plan", [CHAIN, TREE], ids=lambda p: p.name)
+def test_the_parts_of_the_dictionary_add_up(plan):
+    found, _ = evaluated(plan)
     assert sum(found["histogram"]) == found["verify_forwards"]
     assert sum(k * n for k, n in enumerate(found["histogram"])) == found["accepted_drafts"]
     per_position = np.array(found["acceptance_by_position"])
@@ -135,9 +141,17 @@ def test_the_parts_of_the_dictionary_add_up():
     np.testing.assert_allclose(1 + per_position.sum(), found["accept_length"])
     assert found["interval"][0] <= found["accept_length"] <= found["interval"][1]
     settings = found["settings"]
-    assert (settings["chain"], settings["prompts"], settings["max_new_tokens"]) == ("3-1-4", 5, 21)
+    assert settings[plan.kind] == plan.name == {"chain": "3-1-4", "tree": "3-2-6"}[plan.kind]
+    assert len({"chain", "tree"} & set(settings)) == 1
+    assert (settings["steps"], settings["topk"], settings["tokens"]) == plan
+    assert (settings["prompts"], settings["max_new_tokens"]) == (5, 21)
     assert (settings["temperature"], settings["dtype"]) == (0, "float32")
     assert found["greedy"]["near_ties"] == []
+
+
+def test_the_text_says_chain_or_tree():
+    for plan, said in ((CHAIN, "  chain 3-1-4, 5 prompts"), (TREE, "  tree 3-2-6, 5 prompts")):
+        assert said in commands.describe_evaluation(evaluated(plan)[0] | {"step": 7})
 
 
 def changed(answers, prompt: int, token: int, to: int, score=(1.0, 0, 0.0)):

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from eagle3_jax.decode import speculate
+from eagle3_jax.decode.drafting import Drafting
 from eagle3_jax.decode.speculate import Speculator, decode
 from eagle3_jax.draft import model, unroll
 
@@ -19,13 +20,28 @@ PROMPTS = [
 ]  # four that the draft was trained on, three that it was not
 BATCH = 3  # so that the last batch is short
 KINDS = {"trained": tiny.trained, "untrained": tiny.untrained}
+CHAIN, TREE = tiny.chain(3), Drafting(4, 3, 10)
+PLANS = [
+    tiny.chain(1), CHAIN, tiny.chain(5), TREE, Drafting(3, 2, 6),
+    Drafting(1, 4, 5), Drafting(2, 3, 13), Drafting(5, 2, 4),  # one level; all candidates; less deep than levels
+]  # fmt: skip
+
+
+def plans(*some: Drafting):
+    return pytest.mark.parametrize("plan", some, ids=lambda p: p.name)
 
 
 @functools.cache
-def answers(steps: int, limit: int = tiny.LIMIT, ends: tuple[int, ...] = (), kind: str = "trained"):
-    speculator, target = tiny.speculator(steps), tiny.tiny()
+def answers(plan: Drafting, limit: int = tiny.LIMIT, ends: tuple[int, ...] = (), kind: str = "trained"):
+    target = tiny.tiny()
     return decode(
-        speculator, target.params, KINDS[kind](), PROMPTS, max_new_tokens=limit, end_tokens=ends, batch=BATCH
+        tiny.speculator(plan),
+        target.params,
+        KINDS[kind](),
+        PROMPTS,
+        max_new_tokens=limit,
+        end_tokens=ends,
+        batch=BATCH,
     )
 
 
@@ -36,9 +52,9 @@ def greedy(limit: int = tiny.LIMIT, ends: tuple[int, ...] = ()) -> list[list[int
     return [w.ids[w.answer :].tolist() for w in [*written[0], *written[1][1:]]]
 
 
-def assert_equal_to_the_oracle(oracle, prompts, found, **settings):
+def assert_equal_to_the_oracle(oracle, prompts, found, plan, limit, ends=()):
     for prompt, answer in zip(prompts, found, strict=True):
-        tokens, rounds = oracle.decode(prompt, **settings)
+        tokens, rounds = oracle.decode(prompt, plan, max_new_tokens=limit, end_tokens=ends)
         assert [vars(r) for r in answer.rounds] == [vars(r) for r in rounds]
         assert answer.tokens == tokens
 
@@ -47,30 +63,61 @@ def drafted_counts(found, steps: int) -> np.ndarray:
     return np.bincount([r.accepted for a in found for r in a.rounds], minlength=steps + 1)
 
 
-@pytest.mark.parametrize("steps", [1, 3, 5])
-def test_every_round_equals_the_numpy_simulator(steps):
-    found = answers(steps)
-    assert np.count_nonzero(drafted_counts(found, steps)) >= 2 + steps // 2, "the rounds are too much alike"
-    assert_equal_to_the_oracle(
-        tiny.oracle(tiny.trained()), PROMPTS, found, steps=steps, max_new_tokens=tiny.LIMIT, end_tokens=()
+def path(round_) -> list[int]:
+    """The accepted nodes, found anew."""
+    nodes = [0]
+    for token in round_.emitted[:-1]:
+        (node,) = (
+            i + 1
+            for i, (t, p) in enumerate(zip(round_.drafts, round_.parents, strict=True))
+            if (t, p) == (token, nodes[-1])
+        )
+        nodes.append(node)
+    return nodes
+
+
+@plans(*PLANS)
+def test_every_round_equals_the_numpy_simulator(plan):
+    found = answers(plan)
+    assert np.count_nonzero(drafted_counts(found, plan.steps)) >= 2 + plan.depth // 2, (
+        "the rounds are too much alike"
     )
+    assert_equal_to_the_oracle(tiny.oracle(tiny.trained()), PROMPTS, found, plan, tiny.LIMIT)
 
 
-def test_answers_do_not_depend_on_what_is_decoded_beside_them():
+def test_the_trees_are_trees_and_their_best_nodes_are_not_always_right():
+    rounds = [r for a in answers(TREE) for r in a.rounds]
+    assert {len(r.drafts) for r in rounds} == {9}
+    assert len({tuple(r.parents) for r in rounds}) > 10, "their shape follows from the draft's probabilities"
+    assert sum(path(r) != [*range(r.accepted + 1)] for r in rounds) > 10
+
+
+@plans(CHAIN, TREE)
+def test_answers_that_end_at_different_times_equal_the_numpy_simulator(plan):
+    ends = (greedy()[0][4], greedy()[5][9])
+    found = answers(plan, ends=ends)
+    assert len({len(a.tokens) for a in found}) > 3
+    assert_equal_to_the_oracle(tiny.oracle(tiny.trained()), PROMPTS, found, plan, tiny.LIMIT, ends)
+    assert [a.tokens for a in found] == greedy(ends=ends)
+
+
+@plans(CHAIN, TREE)
+def test_answers_do_not_depend_on_what_is_decoded_beside_them(plan):
     """A batch larger than the number of prompts, and prompts in another order."""
     some = [PROMPTS[i] for i in (5, 0)]
     told = []
     found = decode(
-        tiny.speculator(3), tiny.tiny().params, tiny.trained(), some, max_new_tokens=tiny.LIMIT, end_tokens=(),
+        tiny.speculator(plan), tiny.tiny().params, tiny.trained(), some, max_new_tokens=tiny.LIMIT, end_tokens=(),
         batch=BATCH, advance=told.append,
     )  # fmt: skip
-    for got, want in zip(found, (answers(3)[i] for i in (5, 0)), strict=True):
+    for got, want in zip(found, (answers(plan)[i] for i in (5, 0)), strict=True):
         assert (got.tokens, got.rounds) == (want.tokens, want.rounds)
     assert sum(told) == 2 * (tiny.LIMIT - 1), "the prefill's token is not a round's"
 
 
 @pytest.mark.parametrize("options", [{"fc_norm": True, "norm_output": True}], ids=["fc_norm-norm_output"])
-def test_the_drafts_options_are_decoded_as_the_simulator_does(options):
+@plans(tiny.chain(2), Drafting(3, 2, 6))
+def test_the_drafts_options_are_decoded_as_the_simulator_does(plan, options):
     """On a Qwen3 target, whose heads are normed."""
     graph, params = model.init(tiny.draft_shape(**options), 4)
     params = jax.tree.map(
@@ -79,22 +126,31 @@ def test_the_drafts_options_are_decoded_as_the_simulator_does(options):
     weights, target = tiny.weights(graph, params, "qwen3"), tiny.tiny("qwen3")
     prompts = PROMPTS[:3]
     found = decode(
-        tiny.speculator(2, "qwen3"), target.params, weights, prompts, max_new_tokens=12, end_tokens=(),
+        tiny.speculator(plan, "qwen3"), target.params, weights, prompts, max_new_tokens=12, end_tokens=(),
         batch=BATCH,
     )  # fmt: skip
-    assert_equal_to_the_oracle(
-        tiny.oracle(weights, "qwen3", **options), prompts, found, steps=2, max_new_tokens=12, end_tokens=()
-    )
+    assert_equal_to_the_oracle(tiny.oracle(weights, "qwen3", **options), prompts, found, plan, 12)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("steps", [1, 5])
-def test_text_equals_plain_greedy_decoding(steps, kind):
-    assert [a.tokens for a in answers(steps, kind=kind)] == greedy()
+@plans(tiny.chain(1), tiny.chain(5), TREE)
+def test_text_equals_plain_greedy_decoding(plan, kind):
+    assert [a.tokens for a in answers(plan, kind=kind)] == greedy()
+
+
+def depths(parents) -> list[int]:
+    """Of all nodes, the root's first."""
+    found = [0]
+    for parent in parents:
+        found.append(found[parent] + 1)
+    return found
 
 
 class Told(Speculator):
-    """Drafts are the true continuation, made wrong after `right(n)` tokens; the draft's own are thrown away."""
+    """Drafts on the way to the last of the deepest nodes are the true continuation, up to `right(n)` of them.
+
+    All others are wrong, the draft's own are thrown away.
+    """
 
     def __init__(self, compiled: Speculator, texts: list[list[int]], right):
         self.__dict__.update(vars(compiled))
@@ -105,29 +161,36 @@ class Told(Speculator):
         return super().batch(target_params, weights, prompts, length)
 
     def round(self, target_params, weights, state, active_B):
-        drafts = np.array(state["drafts"])
-        for row, text, n in zip(drafts, self.rows, np.array(state["n"]), strict=True):
-            true = text[n + 1 : n + 1 + self.steps]
-            row[: len(true)] = true
-            row[self.right(int(n)) :] = (row[self.right(int(n)) :] + 1) % tiny.V
+        drafts, parents = np.array(state["drafts"]), np.array(state["parents"])
+        for b, (text, n) in enumerate(zip(self.rows, np.array(state["n"]), strict=True)):
+            deep = depths(parents[b])
+            node = max(range(len(deep)), key=lambda i: (deep[i], i))
+            way = {node}
+            while node:
+                node = parents[b][node - 1]
+                way.add(node)
+            for i in range(1, len(deep)):
+                true = text[min(n + deep[i], len(text) - 1)]
+                drafts[b][i - 1] = true if i in way and deep[i] <= self.right(int(n)) else (true + 1) % tiny.V
         return super().round(target_params, weights, state | {"drafts": drafts}, active_B)
 
 
-def told(right, limit: int = tiny.LIMIT, ends: tuple[int, ...] = (), prompts=PROMPTS):
+def told(right, limit: int = tiny.LIMIT, ends: tuple[int, ...] = (), prompts=PROMPTS, plan=CHAIN):
     texts = [[*p, *t] for p, t in zip(PROMPTS, greedy(tiny.LIMIT + 8), strict=True)]
     return decode(
-        Told(tiny.speculator(3), texts, right), tiny.tiny().params, tiny.untrained(), prompts,
+        Told(tiny.speculator(plan), texts, right), tiny.tiny().params, tiny.untrained(), prompts,
         max_new_tokens=limit, end_tokens=ends, batch=BATCH,
     )  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    "right", [lambda n: 3, lambda n: 0, lambda n: n % 4], ids=["always", "never", "sometimes"]
+    "right", [lambda n: 4, lambda n: 0, lambda n: n % 4], ids=["always", "never", "sometimes"]
 )
-def test_text_does_not_depend_on_how_much_is_accepted(right):
-    found = told(right)
+@plans(CHAIN, TREE)
+def test_text_does_not_depend_on_how_much_is_accepted(plan, right):
+    found = told(right, plan=plan)
     assert [a.tokens for a in found] == greedy()
-    assert all(r.accepted == right(r.n) for a in found for r in a.rounds)
+    assert all(r.accepted == min(right(r.n), max(depths(r.parents))) for a in found for r in a.rounds)
 
 
 @pytest.mark.parametrize("limit", [1, 2, 4, 5, 6])
@@ -138,17 +201,19 @@ def test_max_new_tokens_is_exact_and_the_last_round_is_kept_whole(limit):
     assert all([r.accepted for r in a.rounds] == [3] * -(-(limit - 1) // 4) for a in found)
 
 
-def test_a_cache_without_spare_room_is_long_enough(monkeypatch):
+@plans(CHAIN, TREE)
+def test_a_cache_without_spare_room_is_long_enough(plan, monkeypatch):
     """Lengths are rounded up, which would hide an array that is too short; here they are as they are."""
     longest = max(range(len(PROMPTS)), key=lambda i: len(PROMPTS[i]))
     prompts, target = [PROMPTS[longest]] * BATCH, tiny.tiny()
 
     def decoded():
         own = decode(
-            tiny.speculator(3), target.params, tiny.trained(), prompts, max_new_tokens=tiny.LIMIT,
+            tiny.speculator(plan), target.params, tiny.trained(), prompts, max_new_tokens=tiny.LIMIT,
             end_tokens=(), batch=BATCH,
         )  # fmt: skip
-        return [*own, *told(lambda n: 3, prompts=prompts), *told(lambda n: 0, prompts=prompts)]
+        always, never = (told(lambda n: right, prompts=prompts, plan=plan) for right in (4, 0))  # noqa: B023
+        return [*own, *always, *never]
 
     def written():
         return target.writer.write(target.params, prompts, tiny.LIMIT, ())
@@ -177,9 +242,10 @@ def test_an_end_token_stops_an_answer_and_stays():
     assert len({len(t) for t in want}) > 2
 
 
-def test_scores_are_those_of_the_best_two_tokens():
+@plans(CHAIN, TREE)
+def test_scores_are_those_of_the_best_two_tokens(plan):
     oracle = tiny.oracle(tiny.trained())
-    for prompt, answer in zip(PROMPTS[:2], answers(3), strict=False):
+    for prompt, answer in zip(PROMPTS[:2], answers(plan), strict=False):
         logits = oracle.features([*prompt, *answer.tokens])[1][len(prompt) - 1 : -1]
         first, second = np.argsort(logits, axis=1)[:, :-3:-1].T
         at = np.arange(len(logits))
@@ -192,7 +258,7 @@ def test_scores_are_those_of_the_best_two_tokens():
 @pytest.mark.parametrize("steps", [5])
 def test_leading_right_steps_under_teacher_forcing_equal_what_is_accepted(steps):
     """For every row that the decoder drafts from; the text goes on to the last round's overshoot."""
-    found, target, weights = answers(steps), tiny.tiny(), tiny.trained()
+    found, target, weights = answers(tiny.chain(steps)), tiny.tiny(), tiny.trained()
     texts = [
         [*p, a.rounds[0].bonus, *(t for r in a.rounds for t in r.emitted)]
         for p, a in zip(PROMPTS, found, strict=True)

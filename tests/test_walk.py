@@ -12,7 +12,7 @@ def test_walking_over_the_finished_texts_counts_the_decoders_rounds():
     target, steps = tiny.tiny(), 3
     prompts = tiny.prompts(5, 3)
     answers = speculate.decode(
-        tiny.speculator(steps),
+        tiny.speculator(tiny.chain(steps)),
         target.params,
         tiny.trained(),
         prompts,

@@ -30,7 +30,7 @@ def evaluate(
 
     Raises DataError where the decoder's text is not the target's greedy text.
     """
-    target, steps = speculator.target, speculator.steps
+    target, plan = speculator.target, speculator.plan
     batch = min(batch, len(prompts))
     with bar(label, len(prompts) * max_new_tokens, "tokens") as progress:
         answers = decode(
@@ -38,14 +38,14 @@ def evaluate(
             end_tokens=end_tokens, batch=batch, advance=progress.advance,
         )  # fmt: skip
     excused = check_greedy(target, params, prompts, answers, batch, mesh)
-    result = summary(prompts, answers, steps) | {
+    result = summary(prompts, answers, plan.steps) | {
         "greedy": {
             "tokens": sum(len(a.tokens) for a in answers),
             "near_ties": excused,
             "rule": f"both score the two candidates within {NEAR_TIE} relative, at most 1 token in 500",
         },
         "settings": {
-            "chain": f"{steps}-1-{steps + 1}", "steps": steps, "topk": 1, "tokens": steps + 1, "temperature": 0,
+            plan.kind: plan.name, "steps": plan.steps, "topk": plan.topk, "tokens": plan.tokens, "temperature": 0,
             "prompts": len(prompts), "max_new_tokens": max_new_tokens, "dtype": str(target.dtype),
         },
         "definition": DEFINITION,
@@ -54,7 +54,10 @@ def evaluate(
 
 
 def summary(prompts: Sequence[dict], answers: Sequence[Answer], steps: int) -> dict:
-    """Accept length with its bootstrap interval, per position, histogram, per category, SGLang's definitions."""
+    """Accept length with its bootstrap interval, per position, histogram, per category, SGLang's definitions.
+
+    A position is a depth: of a tree's drafts the accepted ones are a path from the bonus.
+    """
     accepted = [np.array([r.accepted for r in a.rounds], int) for a in answers]
     pairs = np.array([(a.sum(), len(a)) for a in accepted])
     rounds = np.concatenate(accepted)

@@ -1,8 +1,8 @@
-"""Greedy speculative decoding with a chain of drafts, batched and jitted, as SGLang runs it with topk 1.
+"""Greedy speculative decoding, batched and jitted, as SGLang runs it: a chain of drafts, or a tree (topk > 1).
 
-One round: the target verifies [bonus, d_1 .. d_K]; the leading drafts that equal its argmax are accepted and its
-argmax after them is the next bonus; the draft then re-reads the verified rows with real target states
-("extend") and drafts K tokens on its own states. The draft's keys of drafted rows are scratch.
+One round: the target verifies the bonus and the drafts after it; the drafts on the way from the bonus along its own
+choices are accepted and its choice after them is the next bonus; the draft then re-reads the accepted tokens with real
+target states ("extend") and drafts anew on its own states. The draft's keys of drafted rows are scratch.
 
 Row n-1 of the draft reads the embedding of x[n] and the target states of x[n-1]; n counts the tokens that the
 target has in its cache, x[n] is the bonus.
@@ -19,8 +19,10 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from eagle3_jax import axes
+from eagle3_jax.decode import tree
+from eagle3_jax.decode.drafting import Drafting
 from eagle3_jax.draft import model
-from eagle3_jax.layers import cached_attention, empty_cache
+from eagle3_jax.layers import cached_attention, empty_cache, keep_slots, slots_seen
 from eagle3_jax.target.model import Target
 
 
@@ -41,11 +43,15 @@ class DraftWeights:
 
 @dataclasses.dataclass
 class Round:
-    """One verify step of one prompt. `n`: tokens in the target's cache before it; the drafting row is n-1."""
+    """One verify step of one prompt. `n`: tokens in the target's cache before it; the drafting row is n-1.
+
+    Node 0 is the bonus, node i+1 is drafts[i], a child of node parents[i].
+    """
 
     n: int
     bonus: int
     drafts: list[int]
+    parents: list[int]
     accepted: int
     emitted: list[int]  # accepted drafts and the new bonus
 
@@ -59,37 +65,51 @@ class Answer:
     scores: list[tuple[float, int, float]]  # per token: its logit, the runner-up and the runner-up's logit
 
 
-def _draft_rows(draft: model.Draft, weights, cache, ids_BT, state_BTD, start_B):
-    """Run the draft's layer on T rows from position `start` on; returns logits, states, cache."""
+def _draft_rows(draft: model.Draft, weights, cache, ids_BT, state_BTD, start_B, position_BT, mask_BTS=None):
+    """Run the draft's layer on T rows that go to slots `start` .. of its cache; returns logits, states, cache."""
     embed_BTD = weights.embedding[ids_BT].astype(state_BTD.dtype)
-    position_BT = start_B[:, None] + jnp.arange(ids_BT.shape[1])[None]
     x_BTC = draft.inputs(embed_BTD, state_BTD)
     q, (k, v) = draft.query(x_BTC, position_BT), draft.key_value(x_BTC, position_BT)
-    attended, cache = cached_attention(q, k, v, cache, start_B)
+    attended, cache = cached_attention(q, k, v, cache, start_B, mask_BTS)
     logits_BTU, state_BTD = draft.head(draft.finish(state_BTD, attended))
     return logits_BTU, state_BTD, cache
 
 
-def extend_and_draft(weights: DraftWeights, cache, ids_BT, aux_BTM, start_B, pick_B, steps: int):
-    """Read T verified rows (next tokens `ids`, target states `aux`), then draft `steps` tokens after row `pick`.
+def extend_and_draft(weights: DraftWeights, cache, ids_BT, aux_BTM, start_B, pick_B, plan: Drafting):
+    """Read T verified rows (next tokens `ids`, target states `aux`), then draft a tree after row `pick`.
 
-    Returns (drafts [B, steps], cache).
+    Returns (drafts [B, N], parents [B, N], cache), see tree.choose. Of each level the `topk` best candidates are
+    rows of the next forward pass, best first. The state that such a row starts from is its parent's; its keys are
+    row r's of the earlier levels, whatever nodes stood there: so does SGLang, and a draft's proposals depend on it.
     """
     draft = model.bind(weights.graph, weights.params)
-    rows = jnp.arange(len(start_B))
-    logits_BTU, state_BTD, cache = _draft_rows(draft, weights, cache, ids_BT, draft.fuse(aux_BTM), start_B)
-    logits_BU, state_B1D = logits_BTU[rows, pick_B], state_BTD[rows, pick_B][:, None]
-    position_B = start_B + pick_B + 1
-    drafts = []
-    for j in range(steps):
-        best_B = jnp.argmax(logits_BU, axis=-1)
-        drafts.append(best_B + weights.d2t[best_B])
-        if j + 1 < steps:
-            logits_B1U, state_B1D, cache = _draft_rows(
-                draft, weights, cache, drafts[-1][:, None], state_B1D, position_B + j
-            )
-            logits_BU = logits_B1U[:, 0]
-    return jnp.stack(drafts, axis=1).astype(jnp.int32), cache
+    B, topk = len(start_B), plan.topk
+    rows = jnp.arange(B)
+    position_BT = start_B[:, None] + jnp.arange(ids_BT.shape[1])[None]
+    logits, state, cache = _draft_rows(
+        draft, weights, cache, ids_BT, draft.fuse(aux_BTM), start_B, position_BT
+    )
+    logits_BKU, state_BKD = logits[rows, pick_B][:, None], state[rows, pick_B][:, None]
+    n_B = start_B + pick_B + 1
+    score_BK, parent_BK = jnp.ones((B, 1), jnp.float32), jnp.full((B, 1), -1, jnp.int32)
+    pool, size = [], 0
+    for j in range(plan.steps):
+        index_BC, score_BC = tree.children(logits_BKU, score_BK, topk)
+        token_BC = index_BC + weights.d2t[index_BC]
+        pool.append((token_BC, score_BC, jnp.repeat(parent_BK, topk, axis=1)))
+        if j + 1 < plan.steps:
+            score_BK, at_BK = jax.lax.top_k(score_BC, topk)
+            own = jnp.tile(jnp.eye(topk, dtype=bool), (1, j + 1))[None]
+            mask_BKS = slots_seen(n_B, jnp.broadcast_to(own, (B, *own.shape[1:])), cache["k"].shape[3])
+            position_BK = jnp.broadcast_to((n_B + j)[:, None], (B, topk))
+            logits_BKU, state_BKD, cache = _draft_rows(
+                draft, weights, cache, tree.take(token_BC, at_BK), tree.take(state_BKD, at_BK // topk),
+                n_B + j * topk, position_BK, mask_BKS,
+            )  # fmt: skip
+            parent_BK = size + at_BK
+            size += token_BC.shape[1]
+    token_BP, score_BP, parent_BP = (jnp.concatenate(x, axis=1) for x in zip(*pool, strict=True))
+    return *tree.choose(token_BP, score_BP, parent_BP, plan.tokens - 1), cache
 
 
 def _best_two(logits_BTV):
@@ -101,10 +121,10 @@ def _best_two(logits_BTV):
 
 
 class Speculator:
-    """Compiled prefill and round of one target and chain length; rows are spread over the data axis."""
+    """Compiled prefill and round of one target and way of drafting; rows are spread over the data axis."""
 
-    def __init__(self, target: Target, steps: int, mesh: Mesh):
-        self.target, self.steps, self.shards = target, steps, mesh.shape["data"]
+    def __init__(self, target: Target, plan: Drafting, mesh: Mesh):
+        self.target, self.plan, self.shards = target, plan, mesh.shape["data"]
         self._prefill = axes.over_rows(self._prefill_impl, mesh, arguments=4, whole=1, donate=(1,))
         self._start = axes.over_rows(self._start_impl, mesh, arguments=8, whole=2, donate=(2, 3))
         self._round = axes.over_rows(self._round_impl, mesh, arguments=4, whole=2, donate=(2,))
@@ -118,30 +138,37 @@ class Speculator:
         two = _best_two(self.target.logits(target_params, final_BTD[rows, n_B - 1][:, None]))
         bonus_B = two[0][:, 0]
         next_BT = jnp.pad(ids_BT[:, 1:], ((0, 0), (0, 1))).at[rows, n_B - 1].set(bonus_B)
-        drafts, draft_cache = extend_and_draft(
-            weights, draft_cache, next_BT, aux_BTM, jnp.zeros_like(n_B), n_B - 1, self.steps
+        drafts, parents, draft_cache = extend_and_draft(
+            weights, draft_cache, next_BT, aux_BTM, jnp.zeros_like(n_B), n_B - 1, self.plan
         )
-        state = dict(cache=cache, draft_cache=draft_cache, n=n_B, bonus=bonus_B, drafts=drafts)
+        state = dict(
+            cache=cache, draft_cache=draft_cache, n=n_B, bonus=bonus_B, drafts=drafts, parents=parents
+        )
         return state, two
 
     def _round_impl(self, target_params, weights, state, active_B):
-        ids_BT = jnp.concatenate([state["bonus"][:, None], state["drafts"]], axis=1)
-        aux, final, cache = self.target.decode(target_params, state["cache"], ids_BT, state["n"])
+        plan, n_B, drafts_BN, parents_BN = self.plan, state["n"], state["drafts"], state["parents"]
+        ids_BT = jnp.concatenate([state["bonus"][:, None], drafts_BN], axis=1)
+        see_BTT = None if plan.topk == 1 else tree.ancestors(parents_BN, plan.depth)
+        aux, final, cache = self.target.decode(target_params, state["cache"], ids_BT, n_B, see_BTT)
         two = _best_two(self.target.logits(target_params, final))
-        truth_BT = two[0]
-        right_BK = (state["drafts"] == truth_BT[:, :-1]).astype(jnp.int32)
-        accepted_B = jnp.sum(jnp.cumprod(right_BK, axis=1), axis=1)
-        drafts, draft_cache = extend_and_draft(
-            weights, state["draft_cache"], truth_BT, aux, state["n"], accepted_B, self.steps
+        accepted_B, path = tree.walk(drafts_BN, parents_BN, two[0], plan.depth)
+        if plan.topk > 1:  # a chain's accepted tokens are where they belong
+            cache = [keep_slots(layer, n_B, path, plan.tokens) for layer in cache]
+        aux, *two = (tree.take(x, path) for x in (aux, *two))
+        drafts, parents, draft_cache = extend_and_draft(
+            weights, state["draft_cache"], two[0], aux, n_B, accepted_B, plan
         )
-        bonus_B = jnp.take_along_axis(truth_BT, accepted_B[:, None], axis=1)[:, 0]
-        # A finished row repeats its last round: its positions must not run past the cache.
+        bonus_B = jnp.take_along_axis(two[0], accepted_B[:, None], axis=1)[:, 0]
+        # A finished row repeats its last round, so that it cannot run ever farther past the end of its cache,
+        # where writes are moved back: nobody reads that row again.
         new = dict(
-            cache=cache, draft_cache=draft_cache, n=jnp.where(active_B, state["n"] + accepted_B + 1, state["n"]),
+            cache=cache, draft_cache=draft_cache, n=jnp.where(active_B, n_B + accepted_B + 1, n_B),
             bonus=jnp.where(active_B, bonus_B, state["bonus"]),
-            drafts=jnp.where(active_B[:, None], drafts, state["drafts"]),
+            drafts=jnp.where(active_B[:, None], drafts, drafts_BN),
+            parents=jnp.where(active_B[:, None], parents, parents_BN),
         )  # fmt: skip
-        return new, (accepted_B, ids_BT[:, 1:], *two)
+        return new, (accepted_B, drafts_BN, parents_BN, *two)
 
     def batch(self, target_params, weights: DraftWeights, prompts: Sequence[Sequence[int]], length: int):
         """Start one batch: (state, first tokens). `length` is the size of the caches."""
@@ -213,7 +240,7 @@ def decode(
         # A short last batch is filled up with its last prompt, so that it has the shape of the others.
         filled = [prompts[i] for i in chosen] + [prompts[chosen[-1]]] * (batch - len(chosen))
         longest = axes.round_up(max(map(len, filled)), PROMPT)
-        room = cache_room(longest + max_new_tokens + 2 * speculator.steps + 2)
+        room = cache_room(longest + max_new_tokens + speculator.plan.slots)
         state, two = speculator.batch(target_params, weights, filled, room)
         two = jax.device_get(two)
         ends = set(end_tokens)
@@ -222,13 +249,14 @@ def decode(
             before, bonus = jax.device_get((state["n"], state["bonus"]))
             mask_B = np.array(active + [False] * (batch - len(chosen)))
             state, out = speculator.round(target_params, weights, state, mask_B)
-            accepted, drafts, *two = jax.device_get(out)
+            accepted, drafts, parents, *two = jax.device_get(out)
             new = 0
             for b, answer in enumerate(found):
                 if active[b]:
                     a = int(accepted[b])
                     emitted = two[0][b, : a + 1].tolist()
-                    answer.rounds.append(Round(int(before[b]), int(bonus[b]), drafts[b].tolist(), a, emitted))
+                    tree_of_b = drafts[b].tolist(), parents[b].tolist()
+                    answer.rounds.append(Round(int(before[b]), int(bonus[b]), *tree_of_b, a, emitted))
                     kept = _cut(emitted, ends, max_new_tokens - len(answer.tokens))
                     answer.tokens += kept
                     answer.scores += [_score(two, b, t) for t in range(len(kept))]

@@ -20,6 +20,7 @@ from eagle3_jax.layers import (
     rms_norm,
     rope,
     rope_frequencies,
+    slots_seen,
 )
 from eagle3_jax.target.shape import FAMILIES, TargetShape, check_aux_layers
 
@@ -141,21 +142,27 @@ class Target:
             layers = [jax.tree.map(lambda w: w[i], layers) for i in range(self.shape.num_hidden_layers)]  # noqa: B023
         return params | {"layers": layers}
 
-    def decode(self, params: dict, cache: list[dict], ids_BT, start_B):
+    def decode(self, params: dict, cache: list[dict], ids_BT, start_B, see_BTT: jax.Array | None = None):
         """T more tokens per row from position `start` on; slot S of the cache holds position S.
 
         Only slots below `start` are seen, so a rejected draft's keys need no clean-up and right padding no
         mask: both are overwritten before a row gets there. Returns (aux [B, T, M], final [B, T, D], cache).
+        The T tokens follow one another, or are a tree in which each sees those on its way from the root and
+        itself (`see`): its slot is then start + t, its position `start` + how deep it is.
         Layers are unrolled, for a scan would copy each one's weights and cache at every token; a caller that
         decodes more than once passes `unstacked` weights.
         """
-        position_BT = start_B[:, None] + jnp.arange(ids_BT.shape[1])[None]
+        if see_BTT is None:
+            position_BT, mask_BTS = start_B[:, None] + jnp.arange(ids_BT.shape[1])[None], None
+        else:
+            position_BT = start_B[:, None] + jnp.sum(see_BTT, axis=2, dtype=start_B.dtype) - 1
+            mask_BTS = slots_seen(start_B, see_BTT, cache[0]["k"].shape[3])
         x_BTD, aux, written = params["embed"]["embedding"][ids_BT].astype(self.dtype), [], []
         for i, weights in enumerate(self.unstacked(params)["layers"]):
             old = cache[i]
 
             def attend(q_BTNH, k_BTGH, v_BTGH, old=old):
-                out_BTNH, new = cached_attention(q_BTNH, k_BTGH, v_BTGH, old, start_B)
+                out_BTNH, new = cached_attention(q_BTNH, k_BTGH, v_BTGH, old, start_B, mask_BTS)
                 written.append(new)
                 return out_BTNH
 
