@@ -11,6 +11,7 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from eagle3_jax.cli import run as run_app
+from eagle3_jax.errors import ConfigError
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__,
@@ -102,6 +103,60 @@ def parity(
     at = report.first
     print(f"first difference: {at.stage} of the {at.row} (prompt of {at.prompt} rows): {at.size:.1e}")
     raise typer.Exit(1)
+
+
+@app.command()
+def serve(
+    directory: Directory,
+    target: Annotated[
+        str, typer.Option(help="Hugging Face directory, GGUF file or built-in name of the target")
+    ],
+    device: Annotated[str, typer.Option(help="cpu (SGLang from `make engines`) or cuda")] = "cpu",
+    steps: Annotated[int, typer.Option(help="levels of drafts")] = 3,
+    topk: Annotated[int, typer.Option(help="1 drafts a chain, more a tree")] = 1,
+    tokens: Annotated[int | None, typer.Option(help="verified together; a tree's size")] = None,
+    prompts: Annotated[str | None, typer.Option(help="JSONL as for evaluate.prompts; MT-bench")] = None,
+    max_prompts: Annotated[int | None, typer.Option(help="only the first ones")] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="per answer")] = 96,
+    dtype: Annotated[str | None, typer.Option(help="float32 on a CPU, else the draft's")] = None,
+    context_length: Annotated[int | None, typer.Option(help="positions a request may take")] = None,
+    port: Annotated[int | None, typer.Option(help="a free one unless given")] = None,
+    python: Annotated[str | None, typer.Option(help="the interpreter that has SGLang")] = None,
+    timeout: Annotated[float, typer.Option(help="seconds for the server to come up")] = 600,
+    only_print: Annotated[bool, typer.Option("--print", help="print the launch line alone")] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="exit 1 where served leaves the interval")] = False,
+    as_json: Annotated[bool, typer.Option("--json")] = False,
+) -> None:
+    """Serve DIR with the real SGLang, send it prompts, and print what it accepts beside what was predicted."""
+    from bridge import serve as module
+    from eagle3_jax import defaults
+    from eagle3_jax.decode.drafting import drafting
+
+    if device not in module.TOGETHER:
+        raise ConfigError(f"--device {device}: cpu or cuda")
+    where = defaults.resolve_target(target)
+    server = module.plan(
+        directory, where, device, drafting(steps, topk, tokens), dtype=dtype, context_length=context_length,
+        port=port, python=python,
+    )  # fmt: skip
+    if only_print:
+        print(server.line())
+        return
+    before = module.predicted(directory, server.drafting)
+    if strict and before is None:
+        raise ConfigError(
+            f"{directory}: nothing was predicted for {server.drafting.name}; evaluate the run with it, then convert again"
+        )
+    ids, ends = module.prompts(where, prompts, max_prompts, server.context_length - max_new_tokens)
+    with module.running(server, timeout) as url:
+        found = module.measure(url, ids, max_new_tokens, ends, module.TOGETHER[device])
+    if as_json:
+        print(json.dumps({"predicted": before, "served": found}, indent=2))
+    else:
+        print(module.describe(server, before, found, len(ids)))
+    if strict and not before["interval"][0] <= found["accept_length"] <= before["interval"][1]:
+        print("served accept length is outside the predicted interval")
+        raise typer.Exit(1)
 
 
 def main(arguments: list[str] | None = None) -> None:

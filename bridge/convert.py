@@ -10,12 +10,14 @@ import ml_dtypes
 import numpy as np
 
 import eagle3_jax
-from bridge import engines, weight_map
+from bridge import engines, sglang, weight_map
 from eagle3_jax import tensors
+from eagle3_jax.decode.drafting import Drafting
 from eagle3_jax.draft.shape import DraftShape
 from eagle3_jax.errors import CheckpointError, ConfigError, WeightError
 
 CONFIG = "config.json"
+CHAIN = Drafting(steps=3, topk=1, tokens=4)  # what a launch line asks for unless told
 DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 
 
@@ -37,8 +39,8 @@ def write(draft, run: str | Path, out: str | Path, force: bool = False) -> dict:
     """`convert` for a draft that is already loaded (train.checkpoint.LoadedDraft)."""
     run, out = Path(run), Path(out)
     _refuse(out, run, force)
-    accept_length = _predicted(run, draft.step)
-    config, weights = config_of(draft, run, accept_length), weights_of(draft)
+    predicted = _predicted(run, draft.step)
+    config, weights = config_of(draft, run, predicted), weights_of(draft)
     out.parent.mkdir(parents=True, exist_ok=True)
     fresh, old = (out.with_name(f".{out.name}.{os.getpid()}.{kind}") for kind in ("part", "old"))
     fresh.mkdir()
@@ -59,7 +61,7 @@ def write(draft, run: str | Path, out: str | Path, force: bool = False) -> dict:
         "dtype": config["torch_dtype"],
         "tensors": len(weights),
         "bytes": size,
-        "accept_length": accept_length,
+        "accept_length": predicted and predicted["accept_length"],
         "launch": launch_line(out, draft.meta["target"]["path"]),
     }
 
@@ -95,7 +97,7 @@ def token_ids(d2t: np.ndarray, shape: DraftShape) -> np.ndarray:
     return ids
 
 
-def config_of(draft, run: Path, accept_length: float | None) -> dict:
+def config_of(draft, run: Path, predicted: dict | None) -> dict:
     """config.json of the directory."""
     shape, meta = draft.shape, draft.meta
     dtype = meta["config"]["target"]["dtype"]
@@ -132,21 +134,17 @@ def config_of(draft, run: Path, accept_length: float | None) -> dict:
             "data_fingerprint": facts.get("data", {}).get("fingerprint"),
             "run": str(run),
             "step": draft.step,
-            "predicted_accept_length": accept_length,
+            "predicted_accept_length": predicted and predicted["accept_length"],
+            "predicted": predicted,
         },
     }
 
 
-def launch_line(directory: str | Path, target: str, steps: int = 3) -> str:
-    """The command that serves `target` with this draft: a chain of `steps` proposals."""
+def launch_line(directory: str | Path, target: str, drafting: Drafting = CHAIN) -> str:
+    """The command that serves `target` with this draft."""
     dtype = read_config(directory).get("torch_dtype", "auto")
-    words = [
-        "python", "-m", "sglang.launch_server", "--model-path", str(target), "--dtype", dtype,
-        "--speculative-algorithm", engines.ALGORITHM, "--speculative-draft-model-path", str(directory),
-        "--speculative-num-steps", str(steps), "--speculative-eagle-topk", "1",
-        "--speculative-num-draft-tokens", str(steps + 1),
-    ]  # fmt: skip
-    return shlex.join(words)
+    options = sglang.launch_options(target, directory, dtype, drafting)
+    return shlex.join(["python", "-m", "sglang.launch_server", *sglang.flags(options)])
 
 
 def read_config(directory: str | Path) -> dict:
@@ -177,14 +175,19 @@ def _refuse(out: Path, run: Path, force: bool) -> None:
         raise ConfigError(f"{out}: not an earlier export of ours; --force replaces it")
 
 
-def _predicted(run: Path, step: int) -> float | None:
+def _predicted(run: Path, step: int) -> dict | None:
+    """What `eagle3 evaluate` found for this checkpoint, with its settings."""
     root = run.parent.parent if run.parent.name == "steps" else run  # RUN/steps/N is a checkpoint's own path
     path = root / "evaluate.json"
     if not path.is_file():
         return None
     try:
         result = json.loads(path.read_text())
-        return float(result["accept_length"]) if result["step"] == step else None
+        if result["step"] != step:
+            return None
+        settings = ("steps", "topk", "tokens", "prompts", "max_new_tokens", "dtype")
+        found = {k: result["settings"][k] for k in settings}
+        return {k: result[k] for k in ("accept_length", "interval", "sglang_request")} | found
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path}: not a result of `eagle3 evaluate` ({error!r}); delete it") from None
 

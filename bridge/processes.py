@@ -6,6 +6,7 @@ import signal
 import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
+from typing import IO
 
 from eagle3_jax.errors import UserError
 
@@ -32,13 +33,19 @@ def run(command: Sequence[object], environment: Mapping[str, str], timeout: floa
             late = True
         finally:
             end_group(process)
+        if late or process.returncode:
+            how = f"not done after {timeout:.0f} s" if late else f"exit status {process.returncode}"
+            raise UserError(
+                f"{' '.join(words[:2])}: {how}; the last lines of its output:\n{last_lines(output)}"
+            )
         output.seek(0)
-        text = output.read()
-    if late or process.returncode:
-        how = f"not done after {timeout:.0f} s" if late else f"exit status {process.returncode}"
-        last = "\n".join(text.splitlines()[-LAST:])
-        raise UserError(f"{' '.join(words[:2])}: {how}; the last lines of its output:\n{last}")
-    return text
+        return output.read()
+
+
+def last_lines(output: IO[str]) -> str:
+    """The last lines of what was written to a file."""
+    output.seek(0)
+    return "\n".join(output.read().splitlines()[-LAST:])
 
 
 def end_group(process: subprocess.Popen) -> None:

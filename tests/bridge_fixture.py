@@ -38,9 +38,11 @@ SHAPES = {
 ODD = {"one_state": dict(num_aux_hidden_states=1)}  # engines skip fc
 
 
-def draft(name: str = "plain", dtype: str = "bfloat16", target: str = "some/target", seed: int = 0):
-    """A draft whose norms are not all ones, so that mixed-up tensors show."""
-    shape, rng = DraftShape(**PLAIN | (SHAPES | ODD)[name]), np.random.default_rng(seed)
+def draft(
+    name: str = "plain", dtype: str = "bfloat16", target: str = "some/target", seed: int = 0, **sizes
+):  # fmt: skip
+    """A draft whose norms are not all ones, so that mixed-up tensors show. `sizes` change its shape."""
+    shape, rng = DraftShape(**PLAIN | (SHAPES | ODD)[name] | sizes), np.random.default_rng(seed)
     params = _map(lambda x: _weight(x.shape, rng), _abstract(shape))
     ids = np.sort(rng.choice(shape.vocab_size, shape.draft_vocab_size, replace=False))
     kind = ml_dtypes.bfloat16 if dtype == "bfloat16" else np.float32
@@ -60,6 +62,15 @@ def draft(name: str = "plain", dtype: str = "bfloat16", target: str = "some/targ
             },
         },
     )
+
+
+def evaluated(accept_length: float, step: int) -> dict:
+    """What evaluate.json holds, as far as an export reads it."""
+    settings = dict(steps=3, topk=1, tokens=4, prompts=80, max_new_tokens=96, dtype="float32", temperature=0)
+    return dict(
+        accept_length=accept_length, step=step, sglang_request=accept_length + 0.01, settings=settings,
+        interval=[accept_length - 0.1, accept_length + 0.1],
+    )  # fmt: skip
 
 
 def edit_config(directory, **fields) -> None:

@@ -114,7 +114,7 @@ def test_provenance_tells_run_data_and_the_accept_length_of_this_step_only(tmp_p
     run = tmp_path / "run"
     run.mkdir()
     for step, expected in ((30, 1.75), (20, None)):
-        (run / "evaluate.json").write_text(json.dumps({"accept_length": 1.75, "step": step}))
+        (run / "evaluate.json").write_text(json.dumps(fixture.evaluated(1.75, step)))
         report = convert.write(fixture.draft(), run, tmp_path / "out")
         provenance = convert.read_config(tmp_path / "out")["provenance"]
         assert report["accept_length"] == provenance["predicted_accept_length"] == expected
@@ -201,7 +201,7 @@ def test_a_run_is_exported_from_its_checkpoint_path_alone(tmp_path):
     checkpoint.start(run, frozen, {"draft": fixture.draft("fc_norm", seed=1).params}, meta)
     with checkpoint.Steps(run, keep=2) as steps:
         steps.save(30, {"draft": draft.params}, {"count": np.zeros(())}, {}, meta)
-    (run / "evaluate.json").write_text(json.dumps({"accept_length": 1.5, "step": 30}))
+    (run / "evaluate.json").write_text(json.dumps(fixture.evaluated(1.5, 30)))
     wanted = convert.weights_of(draft)
     for path in (run, run / "steps" / "30"):
         report = convert.convert(path, tmp_path / "out")

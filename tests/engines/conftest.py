@@ -12,7 +12,6 @@ from bridge import processes
 from bridge import sglang as bridge_sglang
 
 HERE, ROOT = Path(__file__).parent, Path(__file__).parents[2]
-INSTALLED = ".installed"  # the Makefile's stamp: an environment without it is half built
 REQUIRED = "EAGLE3_REQUIRE_ENGINES"
 
 ran: collections.Counter = collections.Counter()
@@ -20,7 +19,7 @@ ran: collections.Counter = collections.Counter()
 
 def python(engine: str, environment: str) -> Path:
     """The interpreter of an engine's environment; skips the test where there is none."""
-    if not (ROOT / environment / INSTALLED).is_file():
+    if not (ROOT / environment / bridge_sglang.INSTALLED).is_file():
         text = f"{engine} is not installed ({environment}); run `make engines`"
         if os.environ.get(REQUIRED) == "1":
             pytest.fail(f"{REQUIRED}=1: {text}", pytrace=False)
@@ -65,7 +64,9 @@ class SGLang:
         return [self.directory / f"{self.calls}.{ending}" for ending in endings]
 
     def _run(self, script: str, *arguments: Path, timeout: float) -> None:
-        environment = bridge_sglang.cpu_environment({"OMP_NUM_THREADS": "1"} | os.environ)
+        environment = bridge_sglang.environment(
+            {"OMP_NUM_THREADS": "1"} | os.environ, bridge_sglang.CPU_VARIABLES
+        )
         processes.run([self.interpreter, HERE / script, *arguments], environment, timeout)
 
 
