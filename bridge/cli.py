@@ -145,7 +145,7 @@ def serve(
     before = module.predicted(directory, server.drafting)
     if strict and before is None:
         raise ConfigError(
-            f"{directory}: nothing was predicted for {server.drafting.name}; evaluate the run with it, then convert again"
+            f"{directory}: nothing was predicted for {server.drafting.name}; evaluate with it, convert again"
         )
     ids, ends = module.prompts(where, prompts, max_prompts, server.context_length - max_new_tokens)
     with module.running(server, timeout) as url:

@@ -80,17 +80,17 @@ def plan(
     """The server to start. Raises ConfigError for what SGLang would refuse, or accept and then serve badly."""
     directory, target = Path(directory), Path(target)
     config, shape = convert.read_config(directory), target_shape.read(target)
-    faults = [f for f in check.check(directory, str(target)) if f.severity == "error"]
-    if faults:
-        raise ConfigError(
-            f"{directory}: {faults[0].where}: found {faults[0].found}, wanted {faults[0].wanted} "
-            f"({len(faults)} errors in all: bridge check {directory} --target {target})"
-        )
     then = (config.get("provenance") or {}).get("target_weights_digest")
     if then and then != (now := weights.digest(target)):
         raise ConfigError(
             f"{directory}: made for a target with weights {then[:12]}, {target} has {now[:12]}; every proposal would "
             "rest on states that the draft does not know"
+        )
+    faults = [f for f in check.check(directory, str(target)) if f.severity == "error"]
+    if faults:
+        raise ConfigError(
+            f"{directory}: {faults[0].where}: found {faults[0].found}, wanted {faults[0].wanted} "
+            f"({len(faults)} errors in all: bridge check {directory} --target {target})"
         )
     if drafting.topk > config["draft_vocab_size"]:
         raise ConfigError(
@@ -147,7 +147,8 @@ def measure(
     """
     _call(f"{url}/flush_cache", {})  # its counters begin anew: what warm-up left is not counted
     sampling = {
-        "temperature": 0, "max_new_tokens": max_new_tokens, "stop_token_ids": [*end_tokens], "ignore_eos": not end_tokens,
+        "temperature": 0, "max_new_tokens": max_new_tokens, "ignore_eos": not end_tokens,
+        "stop_token_ids": [*end_tokens],
     }  # fmt: skip
     with (
         bar("serve", len(prompts), "prompts") as progress,

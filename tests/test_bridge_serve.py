@@ -29,6 +29,7 @@ def pair(tmp_path):
     draft = fixture.draft("plain", "float32", str(target), hidden_size=tiny.D, vocab_size=tiny.V)
     draft.meta["target"]["weights_digest"] = weights.digest(target)
     draft.meta["aux_layers"] = [0, 1, 2]
+    draft.embedding = tensors.read(target)["model.embed_tokens.weight"]
     run = tmp_path / "run"
     run.mkdir()
     (run / "evaluate.json").write_text(json.dumps(fixture.evaluated(2.0, draft.step)))
@@ -95,7 +96,7 @@ def test_a_taken_port_is_refused_before_anything_starts(pair, fake, tmp_path):
 def test_what_would_be_served_badly_is_refused(pair, tmp_path):
     directory, target = pair
     other = tiny.target(tmp_path / "other", seed=1)
-    with pytest.raises(ConfigError, match="made for a target with weights .*the draft does not know"):
+    with pytest.raises(ConfigError, match=r"made for a target with weights .*the draft does not know"):
         serve.plan(directory, other, "cpu", CHAIN, python="python")
     with pytest.raises(ConfigError, match=r"context length 500 must be within 1 \.\. 256"):
         serve.plan(directory, target, "cpu", CHAIN, context_length=500, python="python")
