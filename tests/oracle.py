@@ -31,6 +31,7 @@ class Oracle:
     theta: float
     fc_norm: bool = False
     norm_output: bool = False
+    true_ancestors: bool = False  # what a drafted row sees of the others: not what SGLang does
 
     def decode(self, prompt, plan, *, max_new_tokens: int, end_tokens) -> tuple[list[int], list[Round]]:
         """The answer and its verify steps; `plan` is (steps, topk, tokens)."""
@@ -38,7 +39,7 @@ class Oracle:
         answer, rounds = [self._greedy(text)], []
         while len(answer) < max_new_tokens and not set(answer) & set(end_tokens):
             bonus = answer[-1] if not rounds else rounds[-1].emitted[-1]
-            drafts, parents = self._propose(text, bonus, *plan)
+            drafts, parents = self.propose(text, bonus, *plan)
             n, node, emitted = len(text), 0, []
             while node is not None:
                 text.append([bonus, *drafts][node])
@@ -69,7 +70,7 @@ class Oracle:
         """The target's choice after the text."""
         return int(self.features(text)[1][-1].argmax())
 
-    def _propose(self, text, bonus: int, steps: int, topk: int, tokens: int) -> tuple[list[int], list[int]]:
+    def propose(self, text, bonus: int, steps: int, topk: int, tokens: int) -> tuple[list[int], list[int]]:
         """Drafts and parents of a tree; with topk 1 it is a chain.
 
         Row p pairs the state of token p with the embedding of token p + 1. Drafted rows come after them: there are
@@ -83,18 +84,22 @@ class Oracle:
         known = list(zip(fused @ _f64(w["fc"]["kernel"]), [*text[1:], bonus], strict=True))
         pool = []  # (token, parent in the pool or None, probability of the path)
         beams = [[] for _ in range(topk)]
-        leaves = [(None, 1.0, *self._draft(known))]  # (node, probability of its path, what follows, state)
+        leaves = [
+            (None, 1.0, [], *self._draft(known))
+        ]  # node, its path's probability and rows, what follows, state
         for _ in range(steps):
             level = []
-            for node, path, follows, state in leaves:
+            for node, path, rows, follows, state in leaves:
                 for i in np.argsort(-follows, kind="stable")[:topk]:
-                    level.append((len(pool), path * follows[i], state))
+                    level.append((len(pool), path * follows[i], rows, state))
                     pool.append((int(self.draft_ids[i]), node, path * follows[i]))
             level.sort(key=lambda leaf: -leaf[1])
             leaves = []
-            for beam, (node, path, state) in zip(beams, level, strict=False):
-                beam.append((state, pool[node][0]))
-                leaves.append((node, path, *self._draft(known + beam)))
+            for place, (node, path, rows, state) in enumerate(level[:topk]):
+                seen = rows if self.true_ancestors else beams[place]
+                rows = [*seen, (state, pool[node][0])]
+                leaves.append((node, path, rows, *self._draft(known + rows)))
+            beams = [leaf[2] for leaf in leaves]
         best = sorted(sorted(range(len(pool)), key=lambda i: -pool[i][2])[: tokens - 1])
         parents = [0 if pool[i][1] is None else 1 + best.index(pool[i][1]) for i in best]
         return [pool[i][0] for i in best], parents

@@ -92,6 +92,23 @@ def test_the_trees_are_trees_and_their_best_nodes_are_not_always_right():
     assert sum(path(r) != [*range(r.accepted + 1)] for r in rounds) > 10
 
 
+def test_a_drafted_row_sees_the_rows_that_stood_in_its_place_as_in_sglang():
+    """The draft attends sharply and all candidates are verified, so that the rule shows in what is proposed."""
+    weights, plan, prompts = tiny.untrained(), Drafting(4, 3, 31), PROMPTS[:3]
+    sharp = jax.tree.map(lambda x: x, weights.params)
+    for name in "qkvo":
+        sharp["midlayer"][name]["kernel"] = 3 * sharp["midlayer"][name]["kernel"]
+    weights = tiny.weights(weights.graph, sharp)
+    found = decode(
+        tiny.speculator(plan), tiny.tiny().params, weights, prompts, max_new_tokens=12, end_tokens=(),
+        batch=BATCH,
+    )  # fmt: skip
+    assert_equal_to_the_oracle(tiny.oracle(weights), prompts, found, plan, 12)
+    other = tiny.oracle(weights, true_ancestors=True)
+    first = [(p, a.rounds[0]) for p, a in zip(prompts, found, strict=True)]
+    assert all(other.propose(p, r.bonus, *plan) != (r.drafts, r.parents) for p, r in first)
+
+
 @plans(CHAIN, TREE)
 def test_answers_that_end_at_different_times_equal_the_numpy_simulator(plan):
     ends = (greedy()[0][4], greedy()[5][9])
