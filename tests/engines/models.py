@@ -13,7 +13,7 @@ from eagle3_jax import tensors
 from eagle3_jax.decode.speculate import DraftWeights
 from eagle3_jax.draft import model
 from eagle3_jax.target.model import Target
-from eagle3_jax.target.weights import ROWS
+from eagle3_jax.target.weights import ROWS, digest
 
 CLASSES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
@@ -48,7 +48,7 @@ def save_draft(path: Path, target: Path, aux_layers: tuple[int, ...], weights: D
         step=1,
         meta={
             "config": {"target": {"path": str(target), "dtype": "float32"}},
-            "target": {"path": str(target), "shape": {}, "weights_digest": "none"},
+            "target": {"path": str(target), "shape": {}, "weights_digest": digest(target)},
             "aux_layers": list(aux_layers),
             "manifest": {"leaves": {"embedding/embedding": {"label": "frozen"}}, "facts": {}},
         },

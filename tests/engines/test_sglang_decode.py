@@ -1,6 +1,6 @@
 """The whole SGLang engine decodes what our decoder decodes: every proposal, every accept count, the text.
 
-Drafts of a chain of three. The blind draft knows the text through the aux states alone, so that a wrong aux layer or
+Drafts of a chain of three, and of a tree. The blind draft knows the text through the aux states alone, so that a wrong aux layer or
 order cannot hide behind what the embeddings tell.
 """
 
@@ -10,12 +10,16 @@ import models
 import numpy as np
 import pytest
 
+from bridge.sglang import launch_options
 from eagle3_jax import axes
 from eagle3_jax.decode import evaluate, speculate
+from eagle3_jax.decode.drafting import Drafting
 from eagle3_jax.target.model import Target
 
-STEPS, LIMIT = 3, 40
+LIMIT = 40
 DRAFTS = {"seeing": False, "blind": True}
+PLANS = [tiny.chain(3), Drafting(4, 3, 10)]
+CASES = [(name, plan) for name in DRAFTS for plan in PLANS]
 # Token ids below tiny.V. The first four are among those whose answers the drafts were trained on.
 PROMPTS = [
     *tiny.prompts(4, 1),
@@ -30,31 +34,40 @@ PROMPTS = [
 
 @pytest.fixture(scope="module")
 def found(sglang, tmp_path_factory):
-    """Per draft what the engine answered, see run_sglang_engine.py."""
+    """Per case what the engine answered, see run_sglang_engine.py."""
     root = tmp_path_factory.mktemp("served")
     target = models.save_target(root / "target", tiny.tiny().target, tiny.tiny().params)
+    drafts = {
+        name: models.save_draft(root / name, target, tiny.AUX, tiny.trained(blind))
+        for name, blind in DRAFTS.items()
+    }
     jobs = []
-    for name, blind in DRAFTS.items():
-        draft = models.save_draft(root / name, target, tiny.AUX, tiny.trained(blind))
-        options = {
-            "model_path": str(target), "speculative_draft_model_path": str(draft),
-            "speculative_algorithm": "EAGLE3", "speculative_num_steps": STEPS, "speculative_eagle_topk": 1,
-            "speculative_num_draft_tokens": STEPS + 1, "context_length": 256, "max_total_tokens": 4096,
-            "max_running_requests": 4, "decode_log_interval": 1,
+    for name, plan in CASES:
+        options = launch_options(target, drafts[name], "float32", plan, 256) | {
+            "max_total_tokens": 4096, "max_running_requests": 4, "decode_log_interval": 1,
         }  # fmt: skip
         jobs.append({"options": options, "prompts": PROMPTS, "max_new_tokens": LIMIT, "together": True})
-    return dict(zip(DRAFTS, sglang.engine(*jobs), strict=True))
+    return dict(zip(CASES, sglang.engine(*jobs), strict=True))
 
 
-@pytest.fixture(scope="module", params=DRAFTS)
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case[0]}-{case[1].name}")
 def case(request, found):
     """(our answers, the engine's)."""
-    name, target = request.param, tiny.tiny()
+    name, plan = request.param
     ours = speculate.decode(
-        tiny.speculator(STEPS), target.params, tiny.trained(DRAFTS[name]), PROMPTS, max_new_tokens=LIMIT,
+        tiny.speculator(plan), tiny.tiny().params, tiny.trained(DRAFTS[name]), PROMPTS, max_new_tokens=LIMIT,
         end_tokens=(), batch=5,
     )  # fmt: skip
-    return ours, found[name]
+    return ours, found[request.param]
+
+
+def parents(round_) -> list[int]:
+    """Of nodes 1, 2, .. from a tree's links: the first child of each node and the next child of its parent."""
+    found = [0] * (len(round_["tokens"]) - 1)
+    for node, child in enumerate(round_["child"]):
+        while child != -1:
+            found[child - 1], child = node, round_["sibling"][child]
+    return found
 
 
 def test_text_proposals_and_accept_counts_are_equal(case):
@@ -62,8 +75,9 @@ def test_text_proposals_and_accept_counts_are_equal(case):
     assert len(PROMPTS) >= 8
     for i, (mine, theirs) in enumerate(zip(ours, served["answers"], strict=True)):
         assert theirs["tokens"] == mine.tokens, f"text of prompt {i}"
-        rounds = [(r["tokens"][0], r["tokens"][1:], r["accepted"]) for r in theirs["rounds"]]
-        assert rounds == [(r.bonus, r.drafts, r.accepted) for r in mine.rounds], f"rounds of prompt {i}"
+        rounds = [(r["tokens"][0], r["tokens"][1:], parents(r), r["accepted"]) for r in theirs["rounds"]]
+        ours_ = [(r.bonus, r.drafts, r.parents, r.accepted) for r in mine.rounds]
+        assert rounds == ours_, f"rounds of prompt {i}"
 
 
 @pytest.mark.parametrize("way", ["answers", "together"])
@@ -83,7 +97,7 @@ def test_the_cases_can_tell_right_from_wrong(case):
     ours, _ = case
     tokens = [t for a in ours for t in a.tokens]
     assert len(set(tokens)) > 20
-    counts = np.bincount([r.accepted for a in ours for r in a.rounds], minlength=STEPS + 1)
+    counts = np.bincount([r.accepted for a in ours for r in a.rounds], minlength=4)
     assert np.all(counts > 0), counts
     gaps = [(top - other) / abs(top) for a in ours for top, _, other in a.scores]
     assert min(gaps) > evaluate.NEAR_TIE
@@ -98,7 +112,7 @@ def test_wrong_aux_states_change_what_the_blind_draft_proposes():
 
     def first_proposals(aux_target, params):
         answers = speculate.decode(
-            speculate.Speculator(aux_target, STEPS, axes.make_mesh()), target.params,
+            speculate.Speculator(aux_target, PLANS[0], axes.make_mesh()), target.params,
             speculate.DraftWeights(draft.graph, params, draft.embedding, draft.d2t), PROMPTS, max_new_tokens=2,
             end_tokens=(), batch=5,
         )  # fmt: skip
