@@ -1,7 +1,7 @@
 """The whole SGLang engine decodes what our decoder decodes: every proposal, every accept count, the text.
 
-Drafts of a chain of three, and of a tree. The blind draft knows the text through the aux states alone, so that a wrong aux layer or
-order cannot hide behind what the embeddings tell.
+Drafts of a chain of three, and of a tree. The blind draft knows the text through the aux states alone, so that a
+wrong aux layer or order cannot hide behind what the embeddings tell.
 """
 
 import decode_fixture as tiny

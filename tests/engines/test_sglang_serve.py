@@ -47,6 +47,6 @@ def test_what_kills_the_engine_while_it_warms_up_is_shown(directories):
     server = serve.Server(
         draft, target, "cpu", tiny.chain(3), "float32", 128, 31999, serve.sglang.python("cpu")
     )
-    with pytest.raises(UserError, match=r"SGLang .*; its last lines:\n(.|\n)*shapes cannot be multiplied"):
-        with serve.running(server, 300):
-            pass
+    shown = r"SGLang .*; its last lines:\n(.|\n)*shapes cannot be multiplied"
+    with pytest.raises(UserError, match=shown), serve.running(server, 300):
+        pass
