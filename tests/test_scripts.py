@@ -11,7 +11,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parent.parent
-SCRIPTS = [".ci/run", "tpu_scripts/train.sh"]
+SCRIPTS = [".ci/run", "tpu_scripts/train.sh", "tpu_scripts/validate_sglang_gpu.sh"]
 
 
 def _run(*command, cwd=ROOT, **environment):
@@ -40,6 +40,23 @@ def test_every_script_is_executable_bash(script):
 def test_the_check_of_a_change_is_make_test_and_nothing_else():
     lines = [s for s in (ROOT / ".ci/run").read_text().splitlines() if s and not s.startswith("#")]
     assert lines == ["set -euo pipefail", 'cd "$(dirname "$0")/.."', "make test"]
+
+
+def test_a_draft_is_validated_by_the_same_command_on_a_gpu_and_on_a_cpu(tmp_path):
+    def told(*arguments):
+        out = _run("tpu_scripts/validate_sglang_gpu.sh", tmp_path, "some/target", *arguments, "--dry-run")
+        assert out.returncode == 0, out.stderr
+        return out.stdout.splitlines()
+
+    serve = f".venv/bin/bridge serve {tmp_path} --target some/target --device"
+    gpu = told("--max-prompts", "8")
+    assert gpu[2].endswith("-m pip install --quiet sglang==0.5.23") and gpu[2].startswith(
+        ".venv-sglang-cuda/"
+    )
+    assert gpu[3] == f"{serve} cuda --strict --max-prompts 8 --python .venv-sglang-cuda/bin/python"
+    assert told("--device", "cpu")[1:] == ["make engines PYTHON=python3", f"{serve} cpu --strict"]
+    assert _run("tpu_scripts/validate_sglang_gpu.sh", tmp_path).returncode == 2
+    assert "no such draft" in _run("tpu_scripts/validate_sglang_gpu.sh", tmp_path / "x", "t").stderr
 
 
 def test_an_offline_run_is_six_commands_in_order():
