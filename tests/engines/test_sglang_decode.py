@@ -5,8 +5,8 @@ order cannot hide behind what the embeddings tell.
 """
 
 import decode_fixture as tiny
+import engine_fixture
 import jax.numpy as jnp
-import models
 import numpy as np
 import pytest
 
@@ -32,10 +32,10 @@ PROMPTS = [
 def found(sglang, tmp_path_factory):
     """Per draft what the engine answered, see run_sglang_engine.py."""
     root = tmp_path_factory.mktemp("served")
-    target = models.save_target(root / "target", tiny.tiny().target, tiny.tiny().params)
+    target = engine_fixture.save_target(root / "target", tiny.tiny().target, tiny.tiny().params)
     jobs = []
     for name, blind in DRAFTS.items():
-        draft = models.save_draft(root / name, target, tiny.AUX, tiny.trained(blind))
+        draft = engine_fixture.save_draft(root / name, target, tiny.AUX, tiny.trained(blind))
         options = {
             "model_path": str(target), "speculative_draft_model_path": str(draft),
             "speculative_algorithm": "EAGLE3", "speculative_num_steps": STEPS, "speculative_eagle_topk": 1,
