@@ -91,6 +91,10 @@ def _config(config: dict) -> Iterator[Finding]:
     heads, groups = config.get("num_attention_heads"), config.get("num_key_value_heads")
     if type(heads) is type(groups) is int and groups > 0 and heads % groups:
         yield _key("error", "num_key_value_heads", groups, f"a divisor of {heads} heads", "set it")
+    width = config.get("hidden_size")
+    if type(heads) is type(width) is int and heads > 0 and width % heads:
+        fix = "transformers refuses the config, whatever head_dim is, and SGLang does not start"
+        yield _key("error", "num_attention_heads", heads, f"a divisor of hidden_size={width}", fix)
     draft, full = config.get("draft_vocab_size"), config.get("vocab_size")
     if type(draft) is type(full) is int and draft > full:
         yield _key(

@@ -199,6 +199,7 @@ CONFIG = {
     "no eps": (dict(rms_norm_eps=...), "rms_norm_eps", "error", "absent"),
     "text as a size": (dict(hidden_size="24"), "hidden_size", "error", "'24'"),
     "heads": (dict(num_key_value_heads=3), "num_key_value_heads", "error", "divisor of 4"),
+    "width": (dict(num_attention_heads=10), "num_attention_heads", "error", "divisor of hidden_size=24"),
     "dtypes disagree": (dict(dtype="float16"), "dtype", "error", "bfloat16"),
     "unknown dtype": (dict(dtype="int8", torch_dtype="int8"), "torch_dtype", "error", "int8"),
     "no dtype": (dict(dtype=..., torch_dtype=...), "torch_dtype", "warning", "float16"),

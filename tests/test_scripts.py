@@ -201,6 +201,23 @@ def test_make_test_names_torch_and_its_size_before_it_installs_it():
     assert lines[-1] == ".venv/bin/pytest"
 
 
+def test_make_engines_installs_exactly_what_the_file_lists_into_an_environment_of_its_own():
+    out = _run("make", "-n", "-B", "engines").stdout
+    assert "-m venv .venv-sglang\n" in out
+    assert ".venv-sglang/bin/python -m pip install" in out
+    assert "--no-deps -r bridge/requirements/sglang-cpu.txt\n" in out
+    lines = _run("make", "-n", "-B", "test-engines").stdout.splitlines()
+    assert lines[-1] == "EAGLE3_REQUIRE_ENGINES=1 .venv/bin/pytest tests/engines"
+
+
+@pytest.mark.parametrize("path", (ROOT / "bridge/requirements").glob("*.txt"), ids=lambda p: p.name)
+def test_every_package_of_an_engine_is_pinned_to_one_version(path):
+    found = [Requirement(s) for s in path.read_text().splitlines() if s and not s.startswith("#")]
+    assert len({canonicalize_name(r.name) for r in found}) == len(found) > 50
+    for requirement in found:
+        assert str(requirement.specifier).startswith("==") and not requirement.url
+
+
 @pytest.mark.parametrize("extras", ["tpu", "cuda12", "cuda13"])
 def test_make_venv_installs_the_extra_with_the_pins(extras):
     assert (

@@ -5,8 +5,8 @@ wrong aux layer or order cannot hide behind what the embeddings tell.
 """
 
 import decode_fixture as tiny
+import engine_fixture
 import jax.numpy as jnp
-import models
 import numpy as np
 import pytest
 
@@ -36,9 +36,9 @@ PROMPTS = [
 def found(sglang, tmp_path_factory):
     """Per case what the engine answered, see run_sglang_engine.py."""
     root = tmp_path_factory.mktemp("served")
-    target = models.save_target(root / "target", tiny.tiny().target, tiny.tiny().params)
+    target = engine_fixture.save_target(root / "target", tiny.tiny().target, tiny.tiny().params)
     drafts = {
-        name: models.save_draft(root / name, target, tiny.AUX, tiny.trained(blind))
+        name: engine_fixture.save_draft(root / name, target, tiny.AUX, tiny.trained(blind))
         for name, blind in DRAFTS.items()
     }
     jobs = []

@@ -1,7 +1,7 @@
 """`bridge serve` with the real server: what it counts is what our decoder counts."""
 
 import decode_fixture as tiny
-import models
+import engine_fixture
 import numpy as np
 import pytest
 from bridge_fixture import edit_config
@@ -18,8 +18,8 @@ END, LIMIT = (7,), 40
 
 @pytest.fixture
 def directories(sglang, tmp_path):
-    target = models.save_target(tmp_path / "target", tiny.tiny().target, tiny.tiny().params)
-    return models.save_draft(tmp_path / "draft", target, tiny.AUX, tiny.trained()), target
+    target = engine_fixture.save_target(tmp_path / "target", tiny.tiny().target, tiny.tiny().params)
+    return engine_fixture.save_draft(tmp_path / "draft", target, tiny.AUX, tiny.trained()), target
 
 
 @pytest.mark.parametrize("plan", [tiny.chain(3), Drafting(4, 3, 10)], ids=lambda p: p.name)
