@@ -26,7 +26,7 @@ SMOLLM2 = target_shape.TargetShape(
 @pytest.mark.parametrize(
     ("name", "fused", "width", "vocabulary"),
     [
-        ("demo", 1728, 576, 8192),
+        ("demo", 1728, 576, 2048),
         ("smollm2_135m", 1728, 576, 32000),
         ("llama31_8b", 12288, 4096, 32000),
         ("qwen3_8b", 12288, 4096, 32000),
