@@ -167,8 +167,13 @@ def measure(
 
 def served(answers: Sequence[dict], server: float | None) -> dict:
     """Our definitions of the accept length, from each answer's meta_info."""
-    meta = [a["meta_info"] for a in answers]
-    pairs = np.array([(m["spec_num_correct_drafts"], m["spec_verify_ct"]) for m in meta])
+    # An answer that ends with the prefill's token has no such counters.
+    meta = [a["meta_info"] for a in answers if "spec_verify_ct" in a["meta_info"]]
+    if not meta:
+        raise UserError("did not speculate: no answer has spec_verify_ct")
+    pairs = np.zeros((len(answers), 2), int)
+    for i, a in enumerate(answers):
+        pairs[i] = [a["meta_info"].get(k, 0) for k in ("spec_num_correct_drafts", "spec_verify_ct")]
     accepted, forwards = (int(n) for n in pairs.sum(axis=0))
     tokens = [list(a["output_ids"]) for a in answers]
     return {
