@@ -132,6 +132,9 @@ def running(server: Server, timeout: float) -> Iterator[str]:
             _wait(process, url, time.monotonic() + timeout)
             yield url
         except (OSError, UserError) as error:
+            if isinstance(error, OSError):  # the connection broke: perhaps because the server is just ending
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(5)
             how = f"ended with status {process.poll()}" if process.poll() is not None else str(error)
             raise UserError(f"SGLang {how}; its last lines:\n{processes.last_lines(log)}") from None
         finally:

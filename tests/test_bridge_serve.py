@@ -39,7 +39,10 @@ def pair(tmp_path):
 
 @pytest.fixture
 def fake(tmp_path, monkeypatch):
-    """fake(how) -> an interpreter that behaves so; `fake.gone()` once nothing of it is left."""
+    """fake(how) -> an interpreter that behaves so; `fake.gone()` once nothing of it is left.
+
+    Used as on a GPU: on a CPU the environment's stand-in would make it load PyTorch first.
+    """
     script, pids = tmp_path / "python", tmp_path / "pids"
     script.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {shlex.quote(str(FAKE))} "$@"\n')
     script.chmod(0o755)
@@ -54,8 +57,8 @@ def fake(tmp_path, monkeypatch):
 
 
 def test_served_counts_are_those_of_the_prompts_alone(pair, fake):
-    server = serve.plan(*pair, "cpu", CHAIN, python=fake("ok"))
-    with serve.running(server, 30) as url:
+    server = serve.plan(*pair, "cuda", CHAIN, python=fake("ok"))
+    with serve.running(server, 60) as url:
         found = serve.measure(url, [[1], [1, 2], [3, 4, 5]], 9, (), 2)
     assert found["accept_length"] == found["sglang_server"] == 1 + 2 * 6 / 6, (
         "the warm-up's 7 in 5 are not in it"
@@ -73,8 +76,9 @@ def test_served_counts_are_those_of_the_prompts_alone(pair, fake):
     ],
 )
 def test_a_server_that_fails_shows_its_last_lines_and_leaves_nothing_behind(pair, fake, how, said):
-    server = serve.plan(*pair, "cpu", CHAIN, python=fake(how))
-    with pytest.raises(UserError, match=said), serve.running(server, 3) as url:
+    server = serve.plan(*pair, "cuda", CHAIN, python=fake(how))
+    timeout = 5 if how == "hangs" else 60
+    with pytest.raises(UserError, match=said), serve.running(server, timeout) as url:
         serve.measure(url, [[1]], 4, (), 1)
     assert fake.gone()
 
@@ -84,7 +88,7 @@ def test_a_taken_port_is_refused_before_anything_starts(pair, fake, tmp_path):
         s.bind((serve.HOST, 0))
         s.listen()
         port = s.getsockname()[1]
-        server = serve.plan(*pair, "cpu", CHAIN, port=port, python=fake("ok"))
+        server = serve.plan(*pair, "cuda", CHAIN, port=port, python=fake("ok"))
         with (
             pytest.raises(ConfigError, match=f"port {port}: .*give another --port"),
             serve.running(server, 3),
@@ -137,7 +141,7 @@ def test_predicted_stands_beside_served_and_strict_fails_outside_its_interval(pa
     directory, target = pair
     (tmp_path / "p.jsonl").write_text(json.dumps({"prompt": "a"}) + "\n")
     ask = ["serve", directory, "--target", target, "--python", fake("ok"), "--prompts", tmp_path / "p.jsonl"]
-    ask += ["--max-new-tokens", 8]
+    ask += ["--max-new-tokens", 8, "--device", "cuda"]
     code, text, _ = run(capsys, *ask)
     (line,) = [line for line in text.splitlines() if line.startswith("accept length")]
     assert code == 0 and line.split()[2] == "2.000" and float(line.split()[3]) > 3
