@@ -16,7 +16,7 @@ CONFIG = "configs/demo.yaml"
 FULL_MINUTES = 40  # what CONFIG takes on two cores after downloads
 EVALUATION_MINUTES = 9  # of it that do not grow with tokens and steps
 POINTS = 5  # checkpoints on the curve
-PROMPTS_WHEN_SHORT, EVALUATION_MINUTES_WHEN_SHORT = 20, 3
+PROMPTS_WHEN_SHORT, EVALUATION_MINUTES_WHEN_SHORT = 20, 4
 
 
 def configure(path: str | Path, minutes: float | None = None) -> RunConfig:
