@@ -23,17 +23,13 @@ CPU_OPTIONS = {
     "prefill_attention_backend": "intel_amx",
     "decode_attention_backend": "intel_amx",
 }
-
-
 CPU_VARIABLES = {
     "PYTHONPATH": str(STAND_IN),
     "SGLANG_USE_CPU_ENGINE": "1",
     "TORCHDYNAMO_DISABLE": "1",  # compiling needs a C++ compiler and takes longer than it saves
     "HF_HUB_OFFLINE": "1",
 }
-TRACE = (
-    "EAGLE3_TRACE"  # names a file to which every verification appends a line (sglang_cpu/sgl_kernel/tree.py)
-)
+TRACE = "EAGLE3_TRACE"  # a file that every verification appends a line to (sglang_cpu/sgl_kernel/tree.py)
 
 
 def environment(base: Mapping[str, str], added: Mapping[str, str]) -> dict[str, str]:
