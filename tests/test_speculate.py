@@ -140,13 +140,13 @@ def test_the_drafts_options_are_decoded_as_the_simulator_does(plan, options):
     params = jax.tree.map(
         lambda x: x * jnp.broadcast_to(jnp.linspace(0.7, 1.4, x.shape[-1]), x.shape), params
     )
-    weights, target = tiny.weights(graph, params, "qwen3"), tiny.tiny("qwen3")
+    weights, target = tiny.weights(graph, params, tiny.QWEN3), tiny.tiny(tiny.QWEN3)
     prompts = PROMPTS[:3]
     found = decode(
-        tiny.speculator(plan, "qwen3"), target.params, weights, prompts, max_new_tokens=12, end_tokens=(),
+        tiny.speculator(plan, tiny.QWEN3), target.params, weights, prompts, max_new_tokens=12, end_tokens=(),
         batch=BATCH,
     )  # fmt: skip
-    assert_equal_to_the_oracle(tiny.oracle(weights, "qwen3", **options), prompts, found, plan, 12)
+    assert_equal_to_the_oracle(tiny.oracle(weights, tiny.QWEN3, **options), prompts, found, plan, 12)
 
 
 @pytest.mark.parametrize("kind", KINDS)

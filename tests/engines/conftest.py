@@ -4,76 +4,68 @@ import collections
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
-import numpy as np
 import pytest
+import report
+from engine_runs import SGLang, VLLM
 
-from bridge import processes
 from bridge import sglang as bridge_sglang
+from eagle3_jax import demo as demo_module
+from eagle3_jax.commands import ANSWERS, RESULT
 
 HERE, ROOT = Path(__file__).parent, Path(__file__).parents[2]
 REQUIRED = "EAGLE3_REQUIRE_ENGINES"
+REPORT = "EAGLE3_ENGINES_REPORT"  # a path: the table of what was measured is written there
 
 ran: collections.Counter = collections.Counter()
+rows: list[report.Row] = []
+
+
+def missing(text: str) -> None:
+    """Skips the test, or fails it where the engines are required."""
+    if os.environ.get(REQUIRED) == "1":
+        pytest.fail(f"{REQUIRED}=1: {text}", pytrace=False)
+    pytest.skip(text)
 
 
 def python(engine: str, environment: str) -> Path:
-    """The interpreter of an engine's environment; skips the test where there is none."""
+    """The interpreter of an engine's environment."""
     if not (ROOT / environment / bridge_sglang.INSTALLED).is_file():
-        text = f"{engine} is not installed ({environment}); run `make engines`"
-        if os.environ.get(REQUIRED) == "1":
-            pytest.fail(f"{REQUIRED}=1: {text}", pytrace=False)
-        pytest.skip(text)
+        missing(f"{engine} is not installed ({environment}); run `make engines`")
     return ROOT / environment / "bin/python"
-
-
-class SGLang:
-    """Scripts of this directory, run in SGLang's environment on the CPU."""
-
-    def __init__(self, interpreter: Path, directory: Path):
-        self.interpreter, self.directory = interpreter, directory
-        self.calls = 0
-
-    def draft_class(self, cases: list[tuple[Path, np.ndarray, np.ndarray]], steps: int) -> list[dict]:
-        """SGLang's draft class on (draft directory, ids [T], aux [T, M]) each: see run_sglang_draft.py."""
-        request, inputs, answers = self._paths("json", "npz", "answers.npz")
-        request.write_text(
-            json.dumps({"cases": [str(directory) for directory, _, _ in cases], "steps": steps})
-        )
-        arrays = {f"{i}/ids": ids for i, (_, ids, _) in enumerate(cases)}
-        np.savez(inputs, **arrays, **{f"{i}/aux": aux for i, (_, _, aux) in enumerate(cases)})
-        self._run("run_sglang_draft.py", request, inputs, answers, timeout=300)
-        found: list[dict] = [{} for _ in cases]
-        for name, x in np.load(answers).items():
-            i, _, rest = name.partition("/")
-            found[int(i)][rest] = x
-        return found
-
-    def engine(self, *jobs: dict) -> list[dict]:
-        """The whole engine, started once for each job: see run_sglang_engine.py."""
-        request, answers = self._paths("json", "answers.json")
-        defaults = {"hidden_states": False, "together": False}
-        options = bridge_sglang.CPU_OPTIONS | {"dtype": "float32", "disable_radix_cache": True}
-        filled = [defaults | job | {"options": options | job["options"]} for job in jobs]
-        request.write_text(json.dumps(filled))
-        self._run("run_sglang_engine.py", request, answers, timeout=240 * len(jobs))
-        return json.loads(answers.read_text())
-
-    def _paths(self, *endings: str) -> list[Path]:
-        self.calls += 1
-        return [self.directory / f"{self.calls}.{ending}" for ending in endings]
-
-    def _run(self, script: str, *arguments: Path, timeout: float) -> None:
-        environment = bridge_sglang.environment(
-            {"OMP_NUM_THREADS": "1"} | os.environ, bridge_sglang.CPU_VARIABLES
-        )
-        processes.run([self.interpreter, HERE / script, *arguments], environment, timeout)
 
 
 @pytest.fixture(scope="session")
 def sglang(tmp_path_factory) -> SGLang:
-    interpreter = python("SGLang", bridge_sglang.ENVIRONMENT)
-    return SGLang(interpreter, tmp_path_factory.mktemp("sglang"))
+    return SGLang(python("SGLang", bridge_sglang.ENVIRONMENT), tmp_path_factory.mktemp("sglang"))
+
+
+@pytest.fixture(scope="session")
+def vllm(tmp_path_factory) -> VLLM:
+    """Its environment holds speculators and SpecForge, too."""
+    return VLLM(python("vLLM", ".venv-vllm"), tmp_path_factory.mktemp("vllm"))
+
+
+@pytest.fixture(scope="session")
+def demo() -> SimpleNamespace:
+    """What `make demo` left in runs/: run, export, target, evaluate.json, lines of answers.jsonl."""
+    run, export = ROOT / "runs/demo", ROOT / "runs/demo-export"
+    if not all(p.is_file() for p in (run / RESULT, run / ANSWERS, export / "config.json")):
+        missing("no demo is in runs/; run `DEMO_MINUTES=10 make demo`")
+    config = demo_module.configuration.load(ROOT / demo_module.CONFIG)
+    return SimpleNamespace(
+        run=run, export=export, target=demo_module.commands.defaults.resolve_target(config.target.path),
+        result=json.loads((run / RESULT).read_text()),
+        answers=[json.loads(line) for line in (run / ANSWERS).read_text().splitlines()],
+    )  # fmt: skip
+
+
+@pytest.fixture
+def record(request):
+    """record(case, ...) puts a row into the report: see report.Row."""
+    engine = request.node.path.stem.split("_")[1]
+    return lambda case, **found: rows.append(report.Row(engine, case, **found))
 
 
 def pytest_runtest_logreport(report):
@@ -88,6 +80,11 @@ def pytest_collection_modifyitems(items):
         if item.path.parent == HERE:
             item.add_marker(pytest.mark.engine)
             item.user_properties.append(("engine", item.path.stem.split("_")[1]))
+
+
+def pytest_sessionfinish(exitstatus):
+    if (path := os.environ.get(REPORT)) and exitstatus == 0:
+        (ROOT / path).write_text(report.markdown(rows, ROOT))
 
 
 def pytest_terminal_summary(terminalreporter):

@@ -7,12 +7,13 @@ REQUEST.json holds a list of jobs, each with an engine of its own:
     options          dict         arguments of sglang.Engine
     prompts          [[int]]
     max_new_tokens   int
+    end_tokens       [int]        none: every answer has max_new_tokens
     hidden_states    bool         return the states of the prompt's tokens
     together         bool         after sending the prompts one by one, send all of them at once
 
-ANSWERS.json gets per job {"answers": [answer], "together": [answer], "server": dict}, an answer being {"tokens",
-"meta", "rounds"}: the new tokens, SGLang's own meta_info, and the lines that the stand-in's verification
-appended to EAGLE3_TRACE meanwhile (which belong to no single prompt where all are sent at once).
+ANSWERS.json gets per job {"answers": [answer], "together": [answer]}, an answer being {"tokens", "meta", "trace"}: the new
+tokens, SGLang's own meta_info, and what the stand-in's verification wrote meanwhile to bridge.sglang.TRACE (whose lines
+belong to no single prompt where all are sent at once).
 """
 
 import json
@@ -26,28 +27,26 @@ import sglang
 def run(job: dict, trace: Path) -> dict:
     os.environ["EAGLE3_TRACE"] = str(trace)  # before the engine spawns its processes
     engine = sglang.Engine(skip_tokenizer_init=True, log_level="warning", **job["options"])
-    sampling = {"temperature": 0, "max_new_tokens": job["max_new_tokens"], "ignore_eos": True}
+    sampling = {
+        "temperature": 0, "max_new_tokens": job["max_new_tokens"], "ignore_eos": not job["end_tokens"],
+        "stop_token_ids": job["end_tokens"],
+    }  # fmt: skip
 
     def generate(ids) -> list[dict]:
         trace.unlink(missing_ok=True)
         out = engine.generate(
             input_ids=ids, sampling_params=sampling, return_hidden_states=job["hidden_states"]
         )
-        rounds = [json.loads(line) for line in trace.open()] if trace.exists() else []
         several = out if isinstance(out, list) else [out]
-        return [{"tokens": list(o["output_ids"]), "meta": o["meta_info"], "rounds": rounds} for o in several]
+        wrote = trace.read_text() if trace.exists() else ""
+        return [{"tokens": list(o["output_ids"]), "meta": o["meta_info"], "trace": wrote} for o in several]
 
     try:
         answers = [answer for prompt in job["prompts"] for answer in generate(prompt)]
         together = generate(job["prompts"]) if job["together"] else []
-        server = engine.get_server_info()["internal_states"][0]
     finally:
         engine.shutdown()
-    return {
-        "answers": answers,
-        "together": together,
-        "server": {k: v for k, v in server.items() if "spec" in k},
-    }
+    return {"answers": answers, "together": together}
 
 
 def main(request: str, answers: str) -> None:

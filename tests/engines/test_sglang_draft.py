@@ -44,7 +44,7 @@ def answers(sglang, tmp_path_factory) -> dict[str, dict]:
     found = tensors.read(root / "spoilt")
     found[SPOILT.replace("midlayer", "decoder")] = found.pop(SPOILT)
     tensors.save(root / "spoilt" / tensors.FILE, found)
-    return dict(zip(cases, sglang.draft_class([*cases.values()], STEPS), strict=True))
+    return dict(zip(cases, sglang.drafts("run_sglang_draft.py", [*cases.values()], STEPS), strict=True))
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -57,8 +57,8 @@ def test_a_tensor_under_another_name_leaves_a_parameter_unfilled(answers):
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_logits_states_and_proposals_equal_the_flax_drafts(answers, name):
-    draft, theirs = _draft(name), answers[name]
+def test_logits_states_and_proposals_equal_the_flax_drafts(answers, name, record):
+    draft, theirs, largest = _draft(name), answers[name], 0.0
     ours = parity.Cached(draft, convert.DTYPES["float32"])
     stages = ours.prefill(*_inputs(draft.shape))
     for k in range(STEPS + 1):
@@ -69,4 +69,6 @@ def test_logits_states_and_proposals_equal_the_flax_drafts(answers, name):
             np.testing.assert_allclose(
                 theirs[f"{stage}/{k}"], stages[stage], rtol=0, atol=TOLERANCE, err_msg=f"{stage}, step {k}"
             )
+        largest = max(largest, float(np.abs(theirs[f"logits/{k}"] - stages["logits"]).max()))
         assert theirs[f"token/{k}"].tolist() == [ours.proposal(stages["logits"][-1])]
+    record(f"draft class, {name}", loads=True, logits=largest, proposals=(STEPS + 1, STEPS + 1))

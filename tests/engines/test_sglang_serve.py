@@ -19,7 +19,7 @@ END, LIMIT = (1, 7), 40  # the target's own eos_token_id among them: SGLang ends
 @pytest.fixture
 def directories(sglang, tmp_path):
     target = engine_fixture.save_target(tmp_path / "target", tiny.tiny().target, tiny.tiny().params)
-    return engine_fixture.save_draft(tmp_path / "draft", target, tiny.AUX, tiny.trained()), target
+    return engine_fixture.save_draft(tmp_path / "draft", target, tiny.SMALL.aux, tiny.trained()), target
 
 
 @pytest.mark.parametrize("plan", [tiny.chain(3), Drafting(4, 3, 10)], ids=lambda p: p.name)

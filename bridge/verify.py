@@ -1,0 +1,145 @@
+"""Does the real SGLang do what `eagle3 evaluate` decoded? Every proposal, every accept count, every answer.
+
+The run's draft is exported and served on the CPU, where the stand-in for SGLang's kernels (sglang_cpu) writes down
+every tree that the engine verifies. Prompts go one by one, so that each is known by its prompt.
+"""
+
+import dataclasses
+import json
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from bridge import convert, serve
+from eagle3_jax.commands import ANSWERS, RESULT
+from eagle3_jax.data import chat
+from eagle3_jax.decode.drafting import Drafting
+from eagle3_jax.errors import ConfigError
+from eagle3_jax.target import shape
+from eagle3_jax.train import setup
+
+# What has to be equal in evaluate.json and in the server's counters.
+COUNTERS = ("accept_length", "sglang_request", "sglang_server", "verify_forwards", "accepted_drafts")
+ROUND = ("bonus", "drafts", "parents", "accepted")
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    ours: dict  # evaluate.json, of the prompts that were served
+    served: dict  # see serve.served
+    dtype: str  # that SGLang computed in
+    differences: tuple["Difference", ...]  # at most one a prompt, the first
+    prompts: int
+    rounds: int  # of ours
+    proposals: int  # tokens drafted in them
+
+    @property
+    def ok(self) -> bool:
+        return not self.differences and all(_close(self.ours[k], self.served[k]) for k in COUNTERS)
+
+    def __str__(self) -> str:
+        s = self.ours["settings"]
+        equal = self.prompts - len(self.differences)
+        name = f"{s['steps']}-{s['topk']}-{s['tokens']}"
+        lines = [f"{'':28s} {'ours':>10s} {'SGLang':>10s}"]
+        for key in COUNTERS:
+            style = ",d" if isinstance(self.ours[key], int) else ".4f"
+            lines.append(
+                f"{key.replace('_', ' '):28s} {self.ours[key]:>10{style}} {self.served[key]:>10{style}}"
+            )
+        lines.append(
+            f"{equal} of {self.prompts} prompts equal in every proposal, accept count and token: "
+            f"{self.proposals:,} proposals in {self.rounds:,} rounds, {name}, ours in {s['dtype']}, SGLang in {self.dtype}"
+        )
+        lines += [f"first difference of prompt {d.prompt}: {d.what}" for d in self.differences[:5]]
+        return "\n".join(lines)
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """Where an answer first parts from ours."""
+
+    prompt: str  # its id
+    what: str
+
+
+def verify(
+    run: str | Path, *, dtype: str | None = None, max_prompts: int | None = None, timeout: float = 600
+) -> Report:
+    """Serve the draft of a run's last evaluation to the same prompts and compare all that was decoded.
+
+    Raises ConfigError for a run that was not evaluated, UserError where the server fails.
+    """
+    from eagle3_jax.train import checkpoint  # Orbax is slow to import and only needed here
+
+    result, answers = evaluated(run)
+    answers = answers[:max_prompts]
+    settings, draft = result["settings"], checkpoint.load_draft(run, result["step"])
+    target = Path(draft.meta["target"]["path"])
+    ends = chat.end_tokens(setup.tokenizer(setup.TargetFiles(target, shape.read(target))))
+    with tempfile.TemporaryDirectory() as folder:
+        directory, trace = Path(folder) / "draft", Path(folder) / "trace"
+        convert.write(draft, run, directory)
+        plan = Drafting(settings["steps"], settings["topk"], settings["tokens"])
+        server = serve.plan(directory, target, "cpu", plan, dtype=dtype or settings["dtype"])
+        server = dataclasses.replace(server, trace=trace)
+        with serve.running(server, timeout) as url:
+            prompts = [a["prompt"] for a in answers]
+            served = serve.measure(url, prompts, settings["max_new_tokens"], ends, 1, trace)
+    return compare(result, answers, served, server.dtype)
+
+
+def compare(result: dict, answers: Sequence[dict], served: dict, dtype: str) -> Report:
+    """Lines of answers.jsonl with what `serve.measure` found for them, rounds included."""
+    rounds = [r for a in answers for r in a["rounds"]]
+    accepted, forwards = sum(r["accepted"] for r in rounds), len(rounds)
+    length = 1 + accepted / max(forwards, 1)
+    ours = result | {
+        "accept_length": length, "sglang_server": length, "verify_forwards": forwards, "accepted_drafts": accepted,
+        "sglang_request": sum(len(a["tokens"]) for a in answers) / max(forwards, 1),
+    }  # fmt: skip
+    found = []
+    for a, tokens, theirs in zip(answers, served["tokens"], served["rounds"], strict=True):
+        if what := difference(a, tokens, theirs):
+            found.append(Difference(str(a["id"]), what))
+    proposals = sum(len(r["drafts"]) for r in rounds)
+    return Report(ours, served, dtype, tuple(found), len(answers), forwards, proposals)
+
+
+def difference(ours: dict, tokens: Sequence[int], rounds: Sequence[dict]) -> str | None:
+    """The first difference between a line of answers.jsonl and an answer of the engine with its rounds."""
+    for i, (mine, theirs) in enumerate(zip(ours["rounds"], rounds, strict=False)):
+        for key in ROUND:
+            if mine[key] != theirs[key]:
+                return f"{key} of round {i}: ours {mine[key]}, SGLang {theirs[key]}"
+    if len(ours["rounds"]) != len(rounds):
+        return f"ours took {len(ours['rounds'])} rounds, SGLang {len(rounds)}"
+    for t, (mine, theirs) in enumerate(zip(ours["tokens"], tokens, strict=False)):
+        if mine != theirs:
+            return f"token {t}: ours {mine}, SGLang {theirs}"
+    if len(ours["tokens"]) != len(tokens):
+        return f"ours has {len(ours['tokens'])} tokens, SGLang {len(tokens)}"
+    return None
+
+
+def evaluated(run: str | Path) -> tuple[dict, list[dict]]:
+    """evaluate.json of a run and the lines of its answers.jsonl. Raises ConfigError."""
+    run = Path(run)
+    for name in (RESULT, ANSWERS):
+        if not (run / name).is_file():
+            raise ConfigError(f"{run / name}: not found; `eagle3 evaluate {run}` writes it")
+    try:
+        result = json.loads((run / RESULT).read_text())
+        answers = [json.loads(line) for line in (run / ANSWERS).read_text().splitlines()]
+        rounds = sum(len(a["rounds"]) for a in answers)
+        if rounds != result["verify_forwards"]:
+            raise ValueError(f"{rounds} rounds in one, {result['verify_forwards']} in the other")
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{run / RESULT} and {ANSWERS} are not of one evaluation ({error}); run `eagle3 evaluate {run}` again"
+        ) from None
+    return result, answers
+
+
+def _close(a: float, b: float) -> bool:
+    return abs(a - b) <= 1e-3  # the server rounds its average
