@@ -162,7 +162,9 @@ def serve(
 @app.command()
 def verify(
     run: RunPath,
-    dtype: Annotated[str | None, typer.Option(help="the evaluation's; another one only shows the difference")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="the evaluation's; another one only shows the difference")
+    ] = None,
     max_prompts: Annotated[int | None, typer.Option(help="only the first ones")] = None,
     timeout: Annotated[float, typer.Option(help="seconds for the server to come up")] = 600,
 ) -> None:

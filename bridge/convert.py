@@ -17,7 +17,7 @@ from eagle3_jax.draft.shape import DraftShape
 from eagle3_jax.errors import CheckpointError, ConfigError, WeightError
 
 CONFIG = "config.json"
-CHAIN = Drafting(steps=3, topk=1, tokens=4)  # what a launch line asks for unless told
+CHAIN = Drafting(steps=3, topk=1, tokens=4)  # what a launch line asks for where nothing was evaluated
 DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 
 
@@ -62,7 +62,7 @@ def write(draft, run: str | Path, out: str | Path, force: bool = False) -> dict:
         "tensors": len(weights),
         "bytes": size,
         "accept_length": predicted and predicted["accept_length"],
-        "launch": launch_line(out, draft.meta["target"]["path"]),
+        "launch": launch_line(out, draft.meta["target"]["path"], _drafting(predicted)),
     }
 
 
@@ -190,6 +190,11 @@ def _predicted(run: Path, step: int) -> dict | None:
         return {k: result[k] for k in ("accept_length", "interval", "sglang_request")} | found
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path}: not a result of `eagle3 evaluate` ({error!r}); delete it") from None
+
+
+def _drafting(predicted: dict | None) -> Drafting:
+    """What was evaluated; else a chain."""
+    return Drafting(*(predicted[k] for k in Drafting._fields)) if predicted else CHAIN
 
 
 def _special_tokens(target: str) -> dict:

@@ -149,8 +149,8 @@ def measure(
 ) -> dict:  # fmt: skip
     """What the server counts on these prompts: per answer, and its own average over them alone.
 
-    Greedy; each answer goes on to an end token or to `max_new_tokens`. With the server's `trace` also `rounds`, what was
-    verified for each prompt; they are then sent one by one, since its lines do not say whose they are.
+    Greedy; each answer goes on to an end token or to `max_new_tokens`. With the server's `trace` also `rounds`, what
+    was verified for each prompt; they are then sent one by one, since its lines do not say whose they are.
     """
     _call(f"{url}/flush_cache", {})  # its counters begin anew: what warm-up left is not counted
     sampling = {

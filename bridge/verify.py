@@ -40,7 +40,6 @@ class Report:
     def __str__(self) -> str:
         s = self.ours["settings"]
         equal = self.prompts - len(self.differences)
-        name = f"{s['steps']}-{s['topk']}-{s['tokens']}"
         lines = [f"{'':28s} {'ours':>10s} {'SGLang':>10s}"]
         for key in COUNTERS:
             style = ",d" if isinstance(self.ours[key], int) else ".4f"
@@ -49,7 +48,8 @@ class Report:
             )
         lines.append(
             f"{equal} of {self.prompts} prompts equal in every proposal, accept count and token: "
-            f"{self.proposals:,} proposals in {self.rounds:,} rounds, {name}, ours in {s['dtype']}, SGLang in {self.dtype}"
+            f"{self.proposals:,} proposals in {self.rounds:,} rounds, {s['steps']}-{s['topk']}-{s['tokens']}, "
+            f"ours in {s['dtype']}, SGLang in {self.dtype}"
         )
         lines += [f"first difference of prompt {d.prompt}: {d.what}" for d in self.differences[:5]]
         return "\n".join(lines)

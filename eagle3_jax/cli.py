@@ -2,6 +2,7 @@
 
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -10,7 +11,7 @@ import typer
 from rich.console import Console
 
 from eagle3_jax import config as configuration
-from eagle3_jax.errors import UserError
+from eagle3_jax.errors import ConfigError, UserError
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
@@ -71,11 +72,14 @@ def evaluate(
     steps: Annotated[int | None, typer.Option(help="evaluate.steps: levels of drafts")] = None,
     topk: Annotated[int | None, typer.Option(help="evaluate.topk: 1 drafts a chain, more a tree")] = None,
     tokens: Annotated[int | None, typer.Option(help="evaluate.tokens: verified together; a tree's size")] = None,
+    verify: Annotated[bool, typer.Option("--verify", help="then `bridge verify RUN`: SGLang beside it")] = False,
     as_json: Annotated[bool, typer.Option("--json")] = False,
 ):  # fmt: skip
     """Accept length, by speculative decoding as the server does it."""
     from eagle3_jax import commands
 
+    if verify and step is not None:
+        raise ConfigError("--verify compares what is saved in the run, which --step is not: leave one out")
     told = [
         f"evaluate.{k}={v}" for k, v in dict(steps=steps, topk=topk, tokens=tokens).items() if v is not None
     ]
@@ -84,7 +88,9 @@ def evaluate(
     result = commands.evaluate(
         run, (*(overrides or ()), *told), step, save_as=commands.RESULT if step is None else None
     )
-    print(json.dumps(result, indent=2) if as_json else commands.describe_evaluation(result))
+    print(json.dumps(result, indent=2) if as_json else commands.describe_evaluation(result), flush=True)
+    if verify:  # a process: this package knows nothing of the bridge
+        raise typer.Exit(subprocess.call([sys.executable, "-m", "bridge.cli", "verify", str(run)]))
 
 
 @app.command()

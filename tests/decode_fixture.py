@@ -34,7 +34,9 @@ class Build(NamedTuple):
 
 
 SMALL, QWEN3 = Build(), Build("qwen3")
-SERVED = Build(layers=7, head_dim=32, aux=(1, 2, 3))  # vLLM's least head_dim; the layers of an engine's default
+SERVED = Build(
+    layers=7, head_dim=32, aux=(1, 2, 3)
+)  # vLLM's least head_dim; the layers of an engine's default
 SERVED_OTHER = SERVED._replace(aux=(0, 2, 5))
 
 
@@ -48,8 +50,8 @@ class Tiny(NamedTuple):
 def tiny(build: Build = SMALL) -> Tiny:
     shape = TargetShape(
         model_type=build.family, hidden_size=D, intermediate_size=48, num_hidden_layers=build.layers,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=build.head_dim, vocab_size=V, max_position_embeddings=256,
-        rms_norm_eps=EPS, rope_theta=THETA,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=build.head_dim, vocab_size=V,
+        max_position_embeddings=256, rms_norm_eps=EPS, rope_theta=THETA,
     )  # fmt: skip
     target, rng = Target(shape, build.aux), np.random.default_rng(3)
 

@@ -83,7 +83,7 @@ def test_transformers_reads_the_config_as_meant(name, tmp_path):
         "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
         "draft_vocab_size", "max_position_embeddings", "rms_norm_eps", "fc_norm", "norm_output",
     ):  # fmt: skip
-        assert getattr(read, key) == getattr(draft.shape, key), key
+        assert getattr(read, key, False) == getattr(draft.shape, key), key
     written = convert.read_config(tmp_path / "out")
     assert written["rope_theta"] == written["rope_parameters"]["rope_theta"] == draft.shape.rope_theta
     scaling = dict(draft.shape.rope_scaling or {"rope_type": "default"})
@@ -211,3 +211,21 @@ def test_a_run_is_exported_from_its_checkpoint_path_alone(tmp_path):
             assert found[name].tobytes() == np.ascontiguousarray(x).tobytes(), name
     assert convert.convert(run, tmp_path / "start", step=0)["accept_length"] is None
     assert not np.array_equal(tensors.read(tmp_path / "start")["fc.weight"], wanted["fc.weight"])
+
+
+def test_the_launch_line_drafts_as_was_evaluated(tmp_path):
+    result = fixture.evaluated(1.5, 30)
+    result["settings"] |= dict(steps=4, topk=3, tokens=10)
+    (tmp_path / "evaluate.json").write_text(json.dumps(result))
+    launch = convert.write(fixture.draft(), tmp_path, tmp_path / "out")["launch"]
+    assert "--speculative-num-steps 4 --speculative-eagle-topk 3 --speculative-num-draft-tokens 10" in launch
+
+
+def test_options_are_only_written_where_they_are_on(tmp_path):
+    """SpecForge takes a `norm_output` of false for a head without a norm."""
+    for name in ("plain", "fc_norm", "norm_output"):
+        convert.write(fixture.draft(name), "run", tmp_path / name)
+        config = convert.read_config(tmp_path / name)
+        assert {k: v for k, v in config.items() if k in ("fc_norm", "norm_output")} == (
+            {} if name == "plain" else {name: True}
+        )

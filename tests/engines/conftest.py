@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import report
-from engine_runs import SGLang, VLLM
+from engine_runs import VLLM, SGLang
 
 from bridge import sglang as bridge_sglang
 from eagle3_jax import demo as demo_module

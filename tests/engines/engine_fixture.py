@@ -1,7 +1,7 @@
 """Tiny targets and drafts as directories that an engine can serve, and the prompts that they are served.
 
-The blind drafts know the text through the aux states alone, so that a wrong aux layer or order cannot hide behind what the
-embeddings tell.
+The blind drafts know the text through the aux states alone, so that a wrong aux layer or order cannot hide behind
+what the embeddings tell.
 """
 
 import json

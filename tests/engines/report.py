@@ -64,13 +64,13 @@ HEAD = (
 INTRODUCTION = """\
 # What the engines make of a draft directory
 
-Written by `make engines-report`, which runs `tests/engines` with every engine required; a figure stands here only if its test
-passed. Measured on {cpu}, {cores} cores, Python {python}, everything in float32 unless said otherwise.
+Written by `make engines-report`, which runs `tests/engines` with every engine required; a figure stands here only if its
+test passed. Measured on {cpu}, {cores} cores, Python {python}, everything in float32 unless said otherwise.
 
 - **loads whole**: every parameter was NaN before loading and none after it; no tensor was left over.
 - **aux states**, **logits**: largest difference to ours, of the states as a share of their root mean square.
-- **equal proposals**: drafted tokens, with the node that each follows, that are the same in our decoder and in the engine.
-  The accept count of every round and the text of every answer are equal, too.
+- **equal proposals**: drafted tokens, with the node that each follows, that are the same in our decoder and in the
+  engine. The accept count of every round and the text of every answer are equal, too.
 - **accept length**: 1 + accepted drafts / verify forwards; ours is what `eagle3 evaluate` predicts, the engine's is
   from its own counters on the same prompts.
 - Prompts and answers: ten prompts of 1 to 17 tokens and 40 new ones on tiny targets; MT-bench's first turns on
@@ -90,9 +90,9 @@ NOT_RUN = """
 
 ## Known differences
 
-- SpecForge applies the final norm before its head unless `norm_output` is false, and never carries the normed state: a draft
-  with our `norm_output` (SGLang's and vLLM's meaning) has its logits at the first step only. Exports leave the field out
-  where it is false.
+- SpecForge applies the final norm before its head unless `norm_output` is false, and never carries the normed state: a
+  draft with our `norm_output` (SGLang's and vLLM's meaning) has its logits at the first step only. Exports leave the
+  field out where it is false.
 - speculators' converter 0.9.0 leaves out the `fc_norm` tensors; its class reads them.
 - vLLM 0.32 counts one verification of placeholders where a prompt has a single token and others are decoding.
 - vLLM 0.32 has no CPU attention for a `head_dim` below 32.

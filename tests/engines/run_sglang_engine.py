@@ -11,9 +11,9 @@ REQUEST.json holds a list of jobs, each with an engine of its own:
     hidden_states    bool         return the states of the prompt's tokens
     together         bool         after sending the prompts one by one, send all of them at once
 
-ANSWERS.json gets per job {"answers": [answer], "together": [answer]}, an answer being {"tokens", "meta", "trace"}: the new
-tokens, SGLang's own meta_info, and what the stand-in's verification wrote meanwhile to bridge.sglang.TRACE (whose lines
-belong to no single prompt where all are sent at once).
+ANSWERS.json gets per job {"answers": [answer], "together": [answer]}, an answer being {"tokens", "meta", "trace"}: the
+new tokens, SGLang's own meta_info, and what the stand-in's verification wrote meanwhile to EAGLE3_TRACE (whose
+lines belong to no single prompt where all are sent at once).
 """
 
 import json

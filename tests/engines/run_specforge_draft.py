@@ -2,8 +2,8 @@
 
     python run_specforge_draft.py REQUEST.json INPUTS.npz ANSWERS.npz
 
-REQUEST.json holds {"cases": [directory, ...], "steps": K}. INPUTS.npz holds per case i `i/ids` [T], the token after each
-row, and `i/aux` [T, M]. ANSWERS.npz gets `i/unfilled` and `i/strange`, the names of parameters that loading left
+REQUEST.json holds {"cases": [directory, ...], "steps": K}. INPUTS.npz holds per case i `i/ids` [T], the token after
+each row, and `i/aux` [T, M]. ANSWERS.npz gets `i/unfilled` and `i/strange`, the names of parameters that loading left
 untouched and of tensors that it had no place for, and `i/logits/k` [T, U] of unroll steps k = 0 .. K, where row t
 reads token ids[t + k].
 """

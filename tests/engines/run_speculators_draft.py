@@ -1,4 +1,4 @@
-"""Runs in vLLM's environment: speculators' converter makes its configuration of draft directories, its class unrolls them.
+"""Runs in vLLM's environment: speculators' own draft class, configured by its converter, unrolls draft directories.
 
     python run_speculators_draft.py REQUEST.json INPUTS.npz ANSWERS.npz
 

@@ -9,8 +9,8 @@ REQUEST.json holds one job (vLLM keeps global state, so that a process has one e
     max_new_tokens   int
     end_tokens       [int]
 
-ANSWERS.json gets {"answers": [answer], "metrics": {name: value or values}}, an answer being {"tokens", "rounds"}: the new
-tokens, and per verification what was drafted and what the target made of it, the accepted drafts and the new bonus.
+ANSWERS.json gets {"answers": [answer], "metrics": {name: value or values}}, an answer being {"tokens", "rounds"}: the
+new tokens, and per verification what was drafted and what the target made of it, the accepted drafts and the new bonus.
 """
 
 import json

@@ -61,7 +61,9 @@ def test_in_bfloat16_the_difference_is_shown(sglang, demo, record):
     print(found)
     assert found.dtype == "bfloat16" and found.served["verify_forwards"] > 0
     equal = found.prompts - len(found.differences)
-    recorded(record, found, f"SGLang in bfloat16: {equal} of {found.prompts} answers and proposals as in float32")
+    recorded(
+        record, found, f"SGLang in bfloat16: {equal} of {found.prompts} answers and proposals as in float32"
+    )
 
 
 def test_the_targets_own_greedy_text_is_ours(sglang, demo):

@@ -8,7 +8,9 @@ import report
 from engine_fixture import LIMIT, PROMPTS
 
 PLAN = tiny.chain(3)
-PADDED = [-1] * PLAN.steps  # what stands in for drafts where a prompt of one token comes while others are decoded
+PADDED = [
+    -1
+] * PLAN.steps  # what stands in for drafts where a prompt of one token comes while others are decoded
 
 
 @pytest.fixture(scope="module")

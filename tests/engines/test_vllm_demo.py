@@ -34,7 +34,9 @@ def test_proposals_accept_counts_and_text_are_ours(vllm, demo, job, record):
     rounds = [r for a in demo.answers[:PROMPTS] for r in a["rounds"]]
     for mine, theirs in zip(demo.answers[:PROMPTS], served["answers"], strict=True):
         assert theirs["tokens"] == mine["tokens"], mine["id"]
-        assert theirs["rounds"] == [{k: r[k] for k in ("drafts", "emitted")} for r in mine["rounds"]], mine["id"]
+        assert theirs["rounds"] == [{k: r[k] for k in ("drafts", "emitted")} for r in mine["rounds"]], mine[
+            "id"
+        ]
     metrics = {k.removeprefix("vllm:spec_decode_num_"): v for k, v in served["metrics"].items()}
     accepted = [r["accepted"] for r in rounds]
     assert sum(accepted) > 0

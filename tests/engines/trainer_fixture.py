@@ -1,7 +1,7 @@
 """Drafts that SpecForge's and speculators' classes are given, and what they should make of them.
 
-Row t of unroll step k reads token ids[t + k]. At the last row of a prompt of ROWS these are the steps of a draft that is
-being served, so that the same cached draft answers for all of them.
+Row t of unroll step k reads token ids[t + k]. At the last row of a prompt of ROWS these are the steps of a draft that
+is being served, so that the same cached draft answers for all of them.
 """
 
 import bridge_fixture as fixture
@@ -17,9 +17,7 @@ SHAPES = ("plain", "square", "fc_norm", "llama3", "norm_output")
 
 def drafts(target) -> dict:
     """Of three aux states: SpecForge knows no other number."""
-    found = {
-        name: fixture.draft(name, "float32", str(target), num_aux_hidden_states=3) for name in SHAPES
-    }
+    found = {name: fixture.draft(name, "float32", str(target), num_aux_hidden_states=3) for name in SHAPES}
     for draft in found.values():
         draft.meta["aux_layers"] = [1, 2, 3]
     return found
