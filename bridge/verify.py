@@ -107,18 +107,23 @@ def compare(result: dict, answers: Sequence[dict], served: dict, dtype: str) -> 
 
 
 def difference(ours: dict, tokens: Sequence[int], rounds: Sequence[dict]) -> str | None:
-    """The first difference between a line of answers.jsonl and an answer of the engine with its rounds."""
+    """The first difference between a line of answers.jsonl and an answer of the engine with its rounds.
+
+    The text first: where it differs, so do the rounds from there on.
+    """
+    for t, (mine, theirs) in enumerate(zip(ours["tokens"], tokens, strict=False)):
+        if mine != theirs:
+            logit, runner_up, other = ours["scores"][t]
+            gap = f", of logits {(logit - other) / abs(logit):.0e} apart" if runner_up == theirs else ""
+            return f"token {t}: ours {mine}, SGLang {theirs}{gap}"
+    if len(ours["tokens"]) != len(tokens):
+        return f"ours has {len(ours['tokens'])} tokens, SGLang {len(tokens)}"
     for i, (mine, theirs) in enumerate(zip(ours["rounds"], rounds, strict=False)):
         for key in ROUND:
             if mine[key] != theirs[key]:
                 return f"{key} of round {i}: ours {mine[key]}, SGLang {theirs[key]}"
     if len(ours["rounds"]) != len(rounds):
         return f"ours took {len(ours['rounds'])} rounds, SGLang {len(rounds)}"
-    for t, (mine, theirs) in enumerate(zip(ours["tokens"], tokens, strict=False)):
-        if mine != theirs:
-            return f"token {t}: ours {mine}, SGLang {theirs}"
-    if len(ours["tokens"]) != len(tokens):
-        return f"ours has {len(ours['tokens'])} tokens, SGLang {len(tokens)}"
     return None
 
 

@@ -11,7 +11,7 @@ from eagle3_jax.errors import ConfigError
 
 SETTINGS = dict(steps=2, topk=2, tokens=4, max_new_tokens=5, dtype="float32", prompts=1)
 ANSWER = {
-    "id": "q1", "prompt": [3, 4], "tokens": [7, 8, 9, 5, 6],
+    "id": "q1", "prompt": [3, 4], "tokens": [7, 8, 9, 5, 6], "scores": [[2.0, 1, 1.0]] * 4 + [[2.0, 3, 1.999]],
     "rounds": [
         dict(n=2, bonus=7, drafts=[8, 1, 9], parents=[0, 0, 1], accepted=2, emitted=[8, 9, 5]),
         dict(n=5, bonus=5, drafts=[2, 6, 3], parents=[0, 0, 2], accepted=1, emitted=[6, 4]),
@@ -58,7 +58,11 @@ FAULTS = {
     "another count": (_round(0, accepted=1), "accepted of round 0: ours 2, SGLang 1"),
     "another bonus": (_round(1, bonus=1), "bonus of round 1"),
     "a round less": (lambda f: f["rounds"][0].pop(), "ours took 2 rounds, SGLang 1"),
-    "another token": (lambda f: f["tokens"][0].__setitem__(4, 1), "token 4: ours 6, SGLang 1"),
+    "another token": (lambda f: f["tokens"][0].__setitem__(4, 1), "token 4: ours 6, SGLang 1\n"),
+    "the runner-up": (
+        lambda f: f["tokens"][0].__setitem__(4, 3),
+        "token 4: ours 6, SGLang 3, of logits 5e-04 apart",
+    ),
     "a token more": (lambda f: f["tokens"][0].append(1), "ours has 5 tokens, SGLang 6"),
 }
 
@@ -69,7 +73,7 @@ def test_the_first_difference_is_named(fault):
     found = served()
     change(found)
     report = verify.compare(RESULT, [ANSWER], found, "float32")
-    assert not report.ok and said in str(report) and "0 of 1 prompts equal" in str(report)
+    assert not report.ok and said in f"{report}\n" and "0 of 1 prompts equal" in str(report)
 
 
 @pytest.mark.parametrize("key", verify.COUNTERS)

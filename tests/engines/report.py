@@ -64,8 +64,8 @@ HEAD = (
 INTRODUCTION = """\
 # What the engines make of a draft directory
 
-Written by `make engines-report`, which runs `tests/engines` with every engine required; a figure stands here only if its
-test passed. Measured on {cpu}, {cores} cores, Python {python}, everything in float32 unless said otherwise.
+Written by `make engines-report`, which runs `tests/engines` with every engine required; a figure stands here only if
+its test passed. Measured on {cpu}, {cores} cores, Python {python}, everything in float32 unless said otherwise.
 
 - **loads whole**: every parameter was NaN before loading and none after it; no tensor was left over.
 - **aux states**, **logits**: largest difference to ours, of the states as a share of their root mean square.
