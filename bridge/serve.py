@@ -35,7 +35,7 @@ from eagle3_jax.train import setup
 HOST = "127.0.0.1"
 POLL = 0.5  # seconds between two looks at whether the server is up
 REQUEST = 600.0  # seconds that one answer may take
-TOGETHER = {"cpu": 4, "cuda": 16}  # requests at a time
+TOGETHER = {"cpu": 8, "cuda": 16}  # requests at a time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,29 +149,29 @@ def measure(
 ) -> dict:  # fmt: skip
     """What the server counts on these prompts: per answer, and its own average over them alone.
 
-    Greedy; each answer goes on to an end token or to `max_new_tokens`. With the server's `trace` also `rounds`, what
-    was verified for each prompt; they are then sent one by one, since its lines do not say whose they are.
+    Greedy; each answer goes on to an end token or to `max_new_tokens`. With the server's `trace` also `rounds`, all
+    that it verified, whichever prompt it was for.
     """
     _call(f"{url}/flush_cache", {})  # its counters begin anew: what warm-up left is not counted
+    if trace:
+        trace.write_text("")
     sampling = {
         "temperature": 0, "max_new_tokens": max_new_tokens, "ignore_eos": not end_tokens,
         "stop_token_ids": [*end_tokens],
     }  # fmt: skip
     with (
         bar("serve", len(prompts), "prompts") as progress,
-        concurrent.futures.ThreadPoolExecutor(1 if trace else together) as pool,
+        concurrent.futures.ThreadPoolExecutor(together) as pool,
     ):
 
         def ask(ids: Sequence[int]) -> dict:
-            if trace:
-                trace.write_text("")
             out = _call(f"{url}/generate", {"input_ids": [*map(int, ids)], "sampling_params": sampling})
             progress.advance(1)
-            return out | ({"rounds": sglang.read_trace(trace.read_text())} if trace else {})
+            return out
 
         answers = list(pool.map(ask, prompts))
     server = _call(f"{url}/server_info")["internal_states"][0].get("avg_spec_accept_length")
-    return served(answers, server) | ({"rounds": [a["rounds"] for a in answers]} if trace else {})
+    return served(answers, server) | ({"rounds": sglang.read_trace(trace.read_text())} if trace else {})
 
 
 def served(answers: Sequence[dict], server: float | None) -> dict:
@@ -194,6 +194,7 @@ def served(answers: Sequence[dict], server: float | None) -> dict:
         "sglang_server": server,
         "histogram": _histogram([m["spec_correct_drafts_histogram"] for m in meta]),
         "tokens": tokens,
+        "pairs": pairs.tolist(),
     }
 
 

@@ -1,9 +1,10 @@
 """Does the real SGLang do what `eagle3 evaluate` decoded? Every proposal, every accept count, every answer.
 
 The run's draft is exported and served on the CPU, where the stand-in for SGLang's kernels (sglang_cpu) writes down
-every tree that the engine verifies. Prompts go one by one, so that each is known by its prompt.
+every tree that the engine verifies. It does not say for which prompt: all of them together have to be ours.
 """
 
+import collections
 import dataclasses
 import json
 import tempfile
@@ -85,7 +86,9 @@ def verify(
         server = dataclasses.replace(server, trace=trace)
         with serve.running(server, timeout) as url:
             prompts = [a["prompt"] for a in answers]
-            served = serve.measure(url, prompts, settings["max_new_tokens"], ends, 1, trace)
+            served = serve.measure(
+                url, prompts, settings["max_new_tokens"], ends, serve.TOGETHER["cpu"], trace
+            )
     return compare(result, answers, served, server.dtype)
 
 
@@ -98,33 +101,42 @@ def compare(result: dict, answers: Sequence[dict], served: dict, dtype: str) -> 
         "accept_length": length, "sglang_server": length, "verify_forwards": forwards, "accepted_drafts": accepted,
         "sglang_request": sum(len(a["tokens"]) for a in answers) / max(forwards, 1),
     }  # fmt: skip
-    found = []
-    for a, tokens, theirs in zip(answers, served["tokens"], served["rounds"], strict=True):
-        if what := difference(a, tokens, theirs):
+    theirs, found = collections.Counter(map(_key, served["rounds"])), []
+    for a, tokens, pair in zip(answers, served["tokens"], served["pairs"], strict=True):
+        if what := difference(a, tokens, pair, theirs):
             found.append(Difference(str(a["id"]), what))
     proposals = sum(len(r["drafts"]) for r in rounds)
     return Report(ours, served, dtype, tuple(found), len(answers), forwards, proposals)
 
 
-def difference(ours: dict, tokens: Sequence[int], rounds: Sequence[dict]) -> str | None:
-    """The first difference between a line of answers.jsonl and an answer of the engine with its rounds.
+def difference(
+    ours: dict, tokens: Sequence[int], pair: Sequence[int], theirs: collections.Counter
+) -> str | None:
+    """The first difference between a line of answers.jsonl and the engine's answer, its accepted drafts and verifies.
 
-    The text first: where it differs, so do the rounds from there on.
+    `theirs` are the engine's rounds of all prompts; those of this one are taken out of it.
     """
-    for t, (mine, theirs) in enumerate(zip(ours["tokens"], tokens, strict=False)):
-        if mine != theirs:
+    missing = None
+    for i, r in enumerate(ours["rounds"]):
+        if theirs[_key(r)]:
+            theirs[_key(r)] -= 1
+        elif missing is None:
+            missing = f"SGLang verified nothing like round {i}: {', '.join(f'{k} {r[k]}' for k in ROUND)}"
+    for t, (mine, its) in enumerate(zip(ours["tokens"], tokens, strict=False)):
+        if mine != its:
             logit, runner_up, other = ours["scores"][t]
-            gap = f", of logits {(logit - other) / abs(logit):.0e} apart" if runner_up == theirs else ""
-            return f"token {t}: ours {mine}, SGLang {theirs}{gap}"
+            gap = f", of logits {(logit - other) / abs(logit):.0e} apart" if runner_up == its else ""
+            return f"token {t}: ours {mine}, SGLang {its}{gap}"
     if len(ours["tokens"]) != len(tokens):
         return f"ours has {len(ours['tokens'])} tokens, SGLang {len(tokens)}"
-    for i, (mine, theirs) in enumerate(zip(ours["rounds"], rounds, strict=False)):
-        for key in ROUND:
-            if mine[key] != theirs[key]:
-                return f"{key} of round {i}: ours {mine[key]}, SGLang {theirs[key]}"
-    if len(ours["rounds"]) != len(rounds):
-        return f"ours took {len(ours['rounds'])} rounds, SGLang {len(rounds)}"
-    return None
+    mine = [sum(r["accepted"] for r in ours["rounds"]), len(ours["rounds"])]
+    if mine != list(pair):
+        return f"accepted drafts and verifies: ours {mine}, SGLang {list(pair)}"
+    return missing
+
+
+def _key(r: dict) -> str:
+    return json.dumps([r[k] for k in ROUND])
 
 
 def evaluated(run: str | Path) -> tuple[dict, list[dict]]:

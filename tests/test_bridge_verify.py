@@ -28,7 +28,7 @@ TRACE = """\
 def served(**changes) -> dict:
     found = dict(
         accept_length=2.5, sglang_request=2.5, sglang_server=2.5, verify_forwards=2, accepted_drafts=3,
-        tokens=[list(ANSWER["tokens"])], rounds=[sglang.read_trace(TRACE)],
+        tokens=[list(ANSWER["tokens"])], rounds=sglang.read_trace(TRACE), pairs=[[3, 2]],
     )  # fmt: skip
     return copy.deepcopy(found | changes)
 
@@ -46,25 +46,39 @@ def test_equal_answers_are_equal():
 
 
 def _round(index: int, **fields):
-    def change(found):
-        found["rounds"][0][index] |= fields
+    return lambda found: found["rounds"][index].update(fields)
 
-    return change
+
+def _token(index: int, token: int):
+    return lambda found: found["tokens"][0].__setitem__(index, token)
 
 
 FAULTS = {
-    "another draft": (_round(1, drafts=[2, 6, 4]), "drafts of round 1: ours [2, 6, 3], SGLang [2, 6, 4]"),
-    "another tree": (_round(0, parents=[0, 0, 2]), "parents of round 0"),
-    "another count": (_round(0, accepted=1), "accepted of round 0: ours 2, SGLang 1"),
-    "another bonus": (_round(1, bonus=1), "bonus of round 1"),
-    "a round less": (lambda f: f["rounds"][0].pop(), "ours took 2 rounds, SGLang 1"),
-    "another token": (lambda f: f["tokens"][0].__setitem__(4, 1), "token 4: ours 6, SGLang 1\n"),
-    "the runner-up": (
-        lambda f: f["tokens"][0].__setitem__(4, 3),
-        "token 4: ours 6, SGLang 3, of logits 5e-04 apart",
+    "another draft": (
+        _round(1, drafts=[2, 6, 4]),
+        "nothing like round 1: bonus 5, drafts [2, 6, 3], parents [0, 0, 2]",
     ),
+    "another tree": (_round(0, parents=[0, 0, 2]), "nothing like round 0"),
+    "another count": (_round(0, accepted=1), "nothing like round 0"),
+    "another bonus": (_round(1, bonus=1), "nothing like round 1"),
+    "a round less": (lambda f: f["rounds"].pop(), "nothing like round 1"),
+    "other counts": (
+        lambda f: f.update(pairs=[[3, 3]]),
+        "accepted drafts and verifies: ours [3, 2], SGLang [3, 3]",
+    ),
+    "another token": (_token(4, 1), "token 4: ours 6, SGLang 1\n"),
+    "the runner-up": (_token(4, 3), "token 4: ours 6, SGLang 3, of logits 5e-04 apart"),
     "a token more": (lambda f: f["tokens"][0].append(1), "ours has 5 tokens, SGLang 6"),
 }
+
+
+def test_a_round_that_two_prompts_share_has_to_be_there_twice():
+    twice, found = [ANSWER, ANSWER | {"id": "q2"}], served()
+    found |= {"tokens": found["tokens"] * 2, "pairs": found["pairs"] * 2, "rounds": found["rounds"] * 2}
+    assert not verify.compare(RESULT, twice, found, "float32").differences
+    found["rounds"].pop()
+    (only,) = verify.compare(RESULT, twice, found, "float32").differences
+    assert only.prompt == "q2" and "nothing like round 1" in only.what
 
 
 @pytest.mark.parametrize("fault", FAULTS)
