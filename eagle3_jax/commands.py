@@ -52,7 +52,7 @@ def evaluate(
 ) -> dict:
     """`eagle3 evaluate RUN`: what evaluate.json holds. `save_as` also writes it into the run.
 
-    `overrides` may change the evaluate and target.path settings of the run's own configuration.
+    `overrides` may change target.path, target.dtype and the evaluate settings of the run's own configuration.
     """
     return evaluator(run, overrides)(step, save_as)
 
@@ -130,8 +130,10 @@ def _serving_target(config: RunConfig, meta: dict, mesh):
 
 
 def _serving_draft(draft: checkpoint.LoadedDraft) -> DraftWeights:
+    """In the dtype that it is exported in, whatever it is then computed in."""
     graph, _, _ = model.abstract(draft.shape)
-    params = jax.tree.map(jnp.asarray, draft.params)
+    exported = draft.meta["config"]["target"]["dtype"]
+    params = jax.tree.map(lambda x: jnp.asarray(x, exported), draft.params)
     return DraftWeights(graph, params, jnp.asarray(draft.embedding), jnp.asarray(draft.d2t, jnp.int32))
 
 

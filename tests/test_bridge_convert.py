@@ -5,13 +5,14 @@ import json
 import shlex
 
 import bridge_fixture as fixture
+import jax
 import numpy as np
 import pytest
 from transformers import AutoConfig, LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from bridge import convert, engines, weight_map
-from eagle3_jax import tensors
+from eagle3_jax import commands, tensors
 from eagle3_jax.draft import model
 from eagle3_jax.errors import CheckpointError, ConfigError, WeightError
 from eagle3_jax.layers import rope_frequencies
@@ -229,3 +230,14 @@ def test_options_are_only_written_where_they_are_on(tmp_path):
         assert {k: v for k, v in config.items() if k in ("fc_norm", "norm_output")} == (
             {} if name == "plain" else {name: True}
         )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_is_evaluated_is_what_is_exported(dtype):
+    """Whatever dtype it is then computed in."""
+    draft = fixture.draft("fc_norm", dtype)
+    ours = weight_map.export(jax.tree.map(np.asarray, commands._serving_draft(draft).params), draft.shape)
+    theirs = convert.weights_of(draft)
+    assert ours.keys() <= theirs.keys()
+    for name, x in ours.items():
+        assert x.dtype == theirs[name].dtype and x.tobytes() == theirs[name].tobytes(), name
