@@ -76,7 +76,7 @@ def verify(
     result, answers = evaluated(run)
     answers = answers[:max_prompts]
     settings, draft = result["settings"], checkpoint.load_draft(run, result["step"])
-    target = Path(draft.meta["target"]["path"])
+    target = Path(result["target"])
     ends = chat.end_tokens(setup.tokenizer(setup.TargetFiles(target, shape.read(target))))
     with tempfile.TemporaryDirectory() as folder:
         directory, trace = Path(folder) / "draft", Path(folder) / "trace"
@@ -149,11 +149,13 @@ def evaluated(run: str | Path) -> tuple[dict, list[dict]]:
         result = json.loads((run / RESULT).read_text())
         answers = [json.loads(line) for line in (run / ANSWERS).read_text().splitlines()]
         rounds = sum(len(a["rounds"]) for a in answers)
+        if "target" not in result:
+            raise ValueError("no target is named")
         if rounds != result["verify_forwards"]:
             raise ValueError(f"{rounds} rounds in one, {result['verify_forwards']} in the other")
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(
-            f"{run / RESULT} and {ANSWERS} are not of one evaluation ({error}); run `eagle3 evaluate {run}` again"
+            f"{run / RESULT} and {ANSWERS} are not of one evaluation of ours ({error}); run `eagle3 evaluate {run}` again"
         ) from None
     return result, answers
 

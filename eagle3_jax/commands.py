@@ -63,7 +63,8 @@ def evaluator(run: str | Path, overrides: tuple[str, ...] = ()) -> Callable[[int
     meta = checkpoint.load_draft(run).meta
     config = configuration.override(configuration.from_dict(meta["config"], str(run)), overrides)
     mesh = axes.data_mesh(config.mesh.data)
-    target, params, tok = _serving_target(config, meta, mesh)
+    files, target, params = _serving_target(config, meta, mesh)
+    tok = setup.tokenizer(files)
     prompts = [
         p | {"ids": chat.prompt(tok, (("user", p["prompt"]),)).tolist()}
         for p in defaults.evaluation_prompts(config.evaluate.prompts)[: config.evaluate.max_prompts]
@@ -83,7 +84,8 @@ def evaluator(run: str | Path, overrides: tuple[str, ...] = ()) -> Callable[[int
             speculator, params, _serving_draft(draft), prompts, chat.end_tokens(tok), mesh,
             max_new_tokens=e.max_new_tokens, batch=e.batch, label=f"evaluate step {draft.step}",
         )  # fmt: skip
-        result = {"accept_length": result.pop("accept_length"), "step": draft.step, "run": str(run)} | result
+        head = {"accept_length": result.pop("accept_length"), "step": draft.step, "run": str(run)}
+        result = head | {"target": str(files.directory)} | result
         if save_as is not None:
             save_json(Path(run) / save_as, result)
         if save_as == RESULT:
@@ -108,7 +110,7 @@ def curve(run: str | Path) -> list[dict]:
     drafts = [checkpoint.load_draft(run, step) for step in checkpoint.steps_of(run)]
     config = configuration.from_dict(drafts[0].meta["config"], str(run))
     mesh = axes.data_mesh(config.mesh.data)
-    target, params, _ = _serving_target(config, drafts[0].meta, mesh)
+    _, target, params = _serving_target(config, drafts[0].meta, mesh)
     texts = Texts(target, params, [(a["prompt"], a["tokens"]) for a in answers], config.evaluate.batch, mesh)
     lengths = walk(texts, map(_serving_draft, drafts), config.evaluate.steps)
     return [
@@ -118,7 +120,7 @@ def curve(run: str | Path) -> list[dict]:
 
 
 def _serving_target(config: RunConfig, meta: dict, mesh):
-    """The target that a draft was trained for, its parameters and tokenizer. Raises DataError for another one."""
+    """The target that a draft was trained for: its files, model and parameters. Raises DataError for another one."""
     files = setup.find_target(config)
     now, then = weights.digest(files.directory), meta["target"]["weights_digest"]
     if now != then:
@@ -126,7 +128,7 @@ def _serving_target(config: RunConfig, meta: dict, mesh):
             f"{files.directory}: weights {now[:12]}, but the draft was trained for weights {then[:12]}"
         )
     target = Target(files.shape, tuple(meta["aux_layers"]), config.target.dtype)
-    return target, weights.load(files.directory, target, mesh), setup.tokenizer(files)
+    return files, target, weights.load(files.directory, target, mesh)
 
 
 def _serving_draft(draft: checkpoint.LoadedDraft) -> DraftWeights:

@@ -17,7 +17,7 @@ ANSWER = {
         dict(n=5, bonus=5, drafts=[2, 6, 3], parents=[0, 0, 2], accepted=1, emitted=[6, 4]),
     ],
 }  # fmt: skip
-RESULT = dict(settings=SETTINGS, step=10, verify_forwards=2)
+RESULT = dict(settings=SETTINGS, step=10, target="some/target", verify_forwards=2)
 # What the stand-in writes of these rounds: first children and next siblings.
 TRACE = """\
 {"tokens": [7, 8, 1, 9], "child": [1, 3, -1, -1], "sibling": [-1, 2, -1, -1], "accepted": 2, "bonus": 5}

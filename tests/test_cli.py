@@ -132,7 +132,11 @@ def test_the_whole_path_by_its_commands(root, yaml_file, capsys, tmp_path, monke
     said = capsys.readouterr().out
     result = json.loads((run / "evaluate.json").read_text())
     assert f"accept length {result['accept_length']:.3f}" in said and "chain 3-1-4" in said
-    assert result["step"] == 10 and 1 <= result["accept_length"] <= 4
+    assert (
+        result["step"] == 10
+        and result["target"] == str(root / "target")
+        and 1 <= result["accept_length"] <= 4
+    )
     told = []
     monkeypatch.setattr(subprocess, "call", lambda words: told.append(words) or 1)
     assert eagle3("evaluate", run, "evaluate.max_new_tokens=12", "--verify") == 1
