@@ -22,6 +22,7 @@ from eagle3_jax.train import setup
 # What has to be equal in evaluate.json and in the server's counters.
 COUNTERS = ("accept_length", "sglang_request", "sglang_server", "verify_forwards", "accepted_drafts")
 ROUND = ("bonus", "drafts", "parents", "accepted")
+SPARE = 64  # positions beside the longest prompt and its answer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,16 +77,19 @@ def verify(
     result, answers = evaluated(run)
     answers = answers[:max_prompts]
     settings, draft = result["settings"], checkpoint.load_draft(run, result["step"])
-    target = Path(result["target"])
-    ends = chat.end_tokens(setup.tokenizer(setup.TargetFiles(target, shape.read(target))))
+    files = setup.TargetFiles(Path(result["target"]), shape.read(result["target"]))
+    prompts, ends = [a["prompt"] for a in answers], chat.end_tokens(setup.tokenizer(files))
+    longest = max(map(len, prompts)) + settings["max_new_tokens"] + SPARE
     with tempfile.TemporaryDirectory() as folder:
         directory, trace = Path(folder) / "draft", Path(folder) / "trace"
         convert.write(draft, run, directory)
         plan = Drafting(settings["steps"], settings["topk"], settings["tokens"])
-        server = serve.plan(directory, target, "cpu", plan, dtype=dtype or settings["dtype"])
+        server = serve.plan(
+            directory, files.directory, "cpu", plan, dtype=dtype or settings["dtype"],
+            context_length=min(longest, files.shape.max_position_embeddings),
+        )  # fmt: skip
         server = dataclasses.replace(server, trace=trace)
         with serve.running(server, timeout) as url:
-            prompts = [a["prompt"] for a in answers]
             served = serve.measure(
                 url, prompts, settings["max_new_tokens"], ends, serve.TOGETHER["cpu"], trace
             )
@@ -155,7 +159,7 @@ def evaluated(run: str | Path) -> tuple[dict, list[dict]]:
             raise ValueError(f"{rounds} rounds in one, {result['verify_forwards']} in the other")
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(
-            f"{run / RESULT} and {ANSWERS} are not of one evaluation of ours ({error}); run `eagle3 evaluate {run}` again"
+            f"{run / RESULT} and {ANSWERS} are not of one evaluation ({error}); run `eagle3 evaluate {run}` again"
         ) from None
     return result, answers
 
