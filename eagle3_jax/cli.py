@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from eagle3_jax import config as configuration
-from eagle3_jax.errors import ConfigError, UserError
+from eagle3_jax.errors import ConfigError, Stopped, UserError
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
@@ -129,12 +129,15 @@ def demo(
 
 
 def run(app: typer.Typer, prog: str, arguments: list[str] | None = None) -> None:
-    """Run a command; what a person can fix is one line on standard error and exit code 2."""
+    """Run a command; what a person can fix is one line on standard error and exit code 2, a stop has its own."""
     try:
         app(args=arguments, prog_name=prog)
     except UserError as error:
         print(f"{prog}: {error}", file=sys.stderr)
         raise SystemExit(2) from None
+    except Stopped as why:
+        print(f"{prog}: {why}", file=sys.stderr)
+        raise SystemExit(Stopped.CODE) from None
     except OSError as error:
         if error.filename is None:
             raise

@@ -21,8 +21,7 @@ from eagle3_jax.errors import DataError
 from eagle3_jax.target import weights
 from eagle3_jax.target.capture import capture as capture_features
 from eagle3_jax.target.model import Target
-from eagle3_jax.train import checkpoint, setup
-from eagle3_jax.train.loop import METRICS
+from eagle3_jax.train import checkpoint, metrics, setup
 
 RESULT, ANSWERS = "evaluate.json", "answers.jsonl"  # in the run directory
 
@@ -105,8 +104,7 @@ def curve(run: str | Path) -> list[dict]:
     On the texts of the last evaluation, which are the target's, whatever drafted them.
     """
     answers = [json.loads(line) for line in (Path(run) / ANSWERS).read_text().splitlines()]
-    log = [json.loads(line) for line in (Path(run) / METRICS).read_text().splitlines()]
-    minutes = {0: 0.0} | {line["step"]: line["seconds"] / 60 for line in log}
+    minutes = {0: 0.0} | {line["step"]: line["seconds"] / 60 for line in metrics.read(run)}
     drafts = [checkpoint.load_draft(run, step) for step in checkpoint.steps_of(run)]
     config = configuration.from_dict(drafts[0].meta["config"], str(run))
     mesh = axes.data_mesh(config.mesh.data)

@@ -17,5 +17,11 @@ class CheckpointError(UserError):
     """A checkpoint or run directory that this version, or this config, cannot use."""
 
 
+class Stopped(Exception):  # noqa: N818
+    """Asked to end and did, with everything saved: no fault. The commands exit with CODE."""
+
+    CODE = 75  # EX_TEMPFAIL of sysexits.h: the same command, given again, goes on
+
+
 class WeightError(UserError):
     """Tensors that do not fit the model they are meant for."""

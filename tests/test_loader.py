@@ -108,6 +108,15 @@ def test_only_the_chosen_conversations_are_read():
     )
 
 
+def test_the_conversations_of_a_step_are_those_of_its_batch():
+    data = batches(batch=2)
+    first = np.cumsum([0, *LENGTHS])
+    for step in range(1, 15):
+        ids = next(data)[0]["ids"]
+        wanted = {t for i in data.conversations(step) for t in range(first[i] + 1, first[i + 1] + 1)}
+        assert set(ids[ids > 0].tolist()) == wanted, step
+
+
 def test_the_seed_decides_the_order():
     first = [next(batches(seed=s))[0]["ids"].tolist() for s in (1, 1, 2)]
     assert first[0] == first[1] != first[2]

@@ -2,9 +2,12 @@
 
 import functools
 import json
+import os
 import shutil
+import signal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -14,11 +17,13 @@ from typer.testing import CliRunner
 
 from eagle3_jax import axes, cli, commands, tensors
 from eagle3_jax.data import features, prepare
+from eagle3_jax.data.loader import Batches
 from eagle3_jax.draft import model
-from eagle3_jax.errors import CheckpointError, ConfigError, DataError
+from eagle3_jax.errors import CheckpointError, ConfigError, DataError, Stopped
 from eagle3_jax.train import checkpoint, manifest, optim, setup
 from eagle3_jax.train.inspect import inspect
 from eagle3_jax.train.loop import train
+from eagle3_jax.train.step import Step
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -61,7 +66,8 @@ def test_five_steps_a_stop_and_five_more_equal_ten_steps_bit_for_bit(root, whole
     run = tmp_path / "run"
     shutil.copytree(whole, run)
     shutil.rmtree(run / "steps" / "10")
-    (run / "metrics.jsonl").write_text("".join((run / "metrics.jsonl").read_text().splitlines(True)[:5]))
+    lines = (run / "metrics.jsonl").read_text()  # of steps that were not saved, the last one cut off
+    (run / "metrics.jsonl").write_text("".join(lines.splitlines(True)[:8]) + lines.splitlines()[8][:20])
     train(tiny.config(root, f"train.run={run}", f"train.prefetch={prefetch}"))
     then, now = (checkpoint.read_meta(r, 10) for r in (whole, run))
     assert now["digests"] == then["digests"] and {"params", "opt"} <= now["digests"].keys()
@@ -227,3 +233,50 @@ def test_a_batch_that_the_mesh_does_not_divide_is_refused_before_anything_is_wri
     with pytest.raises(ConfigError, match=r"micro_batches=1 rows do not divide over mesh.data=2; nearest: 2"):
         short(root, tmp_path / "run", "train.micro_batches=2", "mesh.data=2")
     assert not (tmp_path / "run").exists()
+
+
+def test_a_loss_that_is_not_finite_stops_with_its_step_and_batch_and_saves_nothing(
+    root, tmp_path, monkeypatch
+):
+    """From step 4 on, though only every tenth step is logged: the parameters of step 5 would be saved."""
+    real = Step.__call__
+
+    def call(self, trained, opt, frozen, batch):
+        trained, opt, log = real(self, trained, opt, frozen, batch)
+        (_, count), *_ = optax.tree.get_all_with_path(opt, "count")
+        return trained, opt, log | {"grad_norm": jnp.where(count >= 4, jnp.inf, 1.0)}
+
+    monkeypatch.setattr(Step, "__call__", call)
+    run = tmp_path / "run"
+    said = r"step 4: grad_norm is inf in a batch of (\d+) conversations \((\d+)(, \d+)*\)"
+    with pytest.raises(DataError, match=said):
+        train(tiny.config(root, f"train.run={run}", "train.log_every=10"))
+    assert checkpoint.steps_of(run) == [0]
+
+
+def test_sigterm_saves_the_step_and_the_run_goes_on_bit_for_bit(root, whole, tmp_path, monkeypatch):
+    run, real = tmp_path / "run", Batches.__next__
+
+    def third(self):
+        if self.consumed == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(self)
+
+    monkeypatch.setattr(Batches, "__next__", third)
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(Stopped, match=r"step 3 of 10 is saved in .*/run; the same command goes on"):
+        train(tiny.config(root, f"train.run={run}"))
+    assert signal.getsignal(signal.SIGTERM) is before and checkpoint.steps_of(run) == [0, 3]
+    monkeypatch.setattr(Batches, "__next__", real)
+    train(tiny.config(root, f"train.run={run}"))
+    then, now = (checkpoint.read_meta(r, 10) for r in (whole, run))
+    assert now["digests"] == then["digests"] and losses(run) == losses(whole)
+
+
+def test_a_stop_has_an_exit_code_of_its_own(monkeypatch, capsys):
+    def stopped(**_):
+        raise Stopped("SIGTERM: saved")
+
+    with pytest.raises(SystemExit) as caught:
+        cli.run(stopped, "eagle3", [])
+    assert caught.value.code == 75 and capsys.readouterr().err == "eagle3: SIGTERM: saved\n"

@@ -119,14 +119,18 @@ class Batches(Iterator):
             "rows": len(rows), "row_length": row_length, "tokens": self.tokens_per_epoch, "batch": batch, "seed": seed,
         }  # fmt: skip
         # grain takes seeds of 32 bits.
-        data = grain.MapDataset.source(rows).seed(seed % 2**32).shuffle().repeat()
-        data = data.map(lambda r: row(source, r, row_length)).batch(batch, drop_remainder=True)
+        self._order = grain.MapDataset.source(rows).seed(seed % 2**32).shuffle().repeat()
+        data = self._order.map(lambda r: row(source, r, row_length)).batch(batch, drop_remainder=True)
         self._iterator = iter(data.to_iter_dataset(grain.ReadOptions(min(prefetch, 2), prefetch)))
 
     @property
     def epoch(self) -> float:
         """Epochs consumed so far; 1.5 is in the middle of the second."""
         return self.consumed * self.batch / self.rows_per_epoch
+
+    def conversations(self, step: int) -> list[int]:
+        """The conversations in the batch of a step, 1 being the first."""
+        return [i for n in range((step - 1) * self.batch, step * self.batch) for i in self._order[n]]
 
     def __next__(self) -> tuple[dict[str, np.ndarray], dict]:
         batch = next(self._iterator)

@@ -1,9 +1,9 @@
 """The training loop: config -> mesh -> data -> parameters -> step -> restore or start -> loop."""
 
+import contextlib
 import dataclasses
-import json
-import math
-import time
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -17,13 +17,12 @@ from eagle3_jax.data.loader import Batches
 from eagle3_jax.draft import model
 from eagle3_jax.draft import shape as draft_shape
 from eagle3_jax.draft.unroll import needed_rows
-from eagle3_jax.errors import CheckpointError, DataError
+from eagle3_jax.errors import CheckpointError, Stopped
 from eagle3_jax.progress import bar
 from eagle3_jax.target import weights
-from eagle3_jax.train import checkpoint, manifest, optim, setup
+from eagle3_jax.train import checkpoint, manifest, metrics, optim, setup
 from eagle3_jax.train.step import Step, opt_shardings
 
-METRICS = "metrics.jsonl"  # in the run directory, a line every `log_every` steps
 EMBEDDING_AXES = {"embedding": "v d"}
 
 
@@ -31,7 +30,8 @@ def train(config: RunConfig) -> Path:
     """Train to `train.steps`, going on where the run directory stands; returns that directory.
 
     The draft's parameters come from (1) the newest step in the run directory, else (2) `train.init` if it
-    names a run, else (3) the seed. Raises a UserError before anything is written where something does not fit.
+    names a run, else (3) the seed. Raises a UserError before anything is written where something does not fit, and
+    Stopped after SIGTERM, when the step that it was at is saved.
     """
     t = config.train
     mesh = axes.make_mesh(config.mesh.data, config.mesh.model)
@@ -95,7 +95,7 @@ def train(config: RunConfig) -> Path:
     if not begun:
         kept = {"d2t": d2t} | {name: x for name, x in frozen.items() if name != "target"}
         checkpoint.start(t.run, kept, params_then, meta | {"manifest": first})
-    with checkpoint.Steps(t.run, t.keep) as steps, Log(t.run) as log:
+    with checkpoint.Steps(t.run, t.keep) as steps:
         at = 0
         if steps.latest() is not None:
             trained, opt, position, restored = steps.restore(None, trained, opt)
@@ -110,56 +110,45 @@ def train(config: RunConfig) -> Path:
         step_fn = Step(t, graph, tx, setup.device_vocabulary(d2t, shape.vocab_size), target)
         run = step_fn.compiled(mesh, trained_sharding, opt_sharding, frozen_sharding)
         tokens = t.batch * t.row_length
-        log.learning_rate, pending = optim.schedule(t), None
-        with bar("train", (t.steps - at) * tokens, "tokens") as progress:
+        log, pending = metrics.Log(t.run, at, optim.schedule(t)), None
+        with log, bar("train", (t.steps - at) * tokens, "tokens") as progress, _asked_to_end() as asked:
             for step in range(at + 1, t.steps + 1):
                 batch, position = next(batches)
                 if t.rows == "supervised":
                     batch["rows"] = needed_rows(batch, t.unroll, t.mask)
-                trained, opt, metrics = run(trained, opt, frozen, jax.device_put(batch, axes.rows(mesh)))
-                if pending is not None and (pending[0] % t.log_every == 0):
+                trained, opt, found = run(trained, opt, frozen, jax.device_put(batch, axes.rows(mesh)))
+                if pending is not None:
                     # Of the step before: the device is busy with this one while the host reads.
-                    progress.note = log.write(*pending)
-                pending = (step, batches.epoch, metrics)
+                    metrics.check(pending[0], pending[-1], batches.conversations)
+                    if pending[0] % t.log_every == 0:
+                        progress.note = log.write(*pending)
+                pending = (step, batches.epoch, found)
                 progress.advance(tokens)
-                if step % t.save_every == 0 or step == t.steps:
+                if step % t.save_every == 0 or step == t.steps or asked:
+                    metrics.check(step, found, batches.conversations)
                     progress.note = log.write(*pending)
                     pending = None
                     save(step, trained, opt, position)
+                if asked and step < t.steps:
+                    raise Stopped(
+                        f"SIGTERM: step {step} of {t.steps} is saved in {t.run}; the same command goes on"
+                    )
     return Path(t.run)
 
 
-class Log:
-    """metrics.jsonl: step, epoch, seconds of training, learning rate and the step's metrics."""
-
-    def __init__(self, run: str):
-        self._path = Path(run) / METRICS
-        lines = self._path.read_text().splitlines() if self._path.exists() else []
-        self._before = json.loads(lines[-1])["seconds"] if lines else 0.0
-        self._began, self.learning_rate = time.monotonic(), None
-
-    def __enter__(self):
-        self._file = open(self._path, "a")
-        return self
-
-    def __exit__(self, *_):
-        self._file.close()
-
-    def write(self, step: int, epoch: float, metrics: dict) -> str:
-        """Append a line and return a short text. A loss that is not finite is a DataError."""
-        values = {name: np.asarray(x).tolist() for name, x in jax.device_get(metrics).items()}
-        if not math.isfinite(values["loss"]):
-            raise DataError(
-                f"step {step}: loss is {values['loss']} (epoch {epoch:.2f}); lower train.learning_rate or check the "
-                "features; the last checkpoint is intact"
-            )
-        seconds = self._before + time.monotonic() - self._began
-        line = dict(
-            step=step, epoch=epoch, seconds=seconds, learning_rate=float(self.learning_rate(step - 1))
-        )
-        self._file.write(json.dumps(line | values) + "\n")
-        self._file.flush()
-        return f"loss {values['loss']:.3f}, accuracy {' '.join(f'{a:.2f}' for a in values['accuracy'])}"
+@contextlib.contextmanager
+def _asked_to_end() -> Iterator[list]:
+    """A list that fills when SIGTERM comes."""
+    came: list[int] = []
+    try:
+        before = signal.signal(signal.SIGTERM, lambda number, frame: came.append(number))
+    except ValueError:  # only the main thread may; another's caller has a handler of its own
+        yield came
+        return
+    try:
+        yield came
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _same(run: str, key: str, then: str, now: str) -> None:
