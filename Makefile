@@ -11,7 +11,7 @@ PINS := pyproject.toml constraints.txt
 ENGINES := .venv-sglang .venv-vllm
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test engines test-engines engines-report lint venv clean
+.PHONY: help demo test engines test-engines engines-report soak lint venv clean
 
 help:
 	@echo "make demo   train, evaluate and export a draft for SmolLM2-135M into runs/demo (DEMO_MINUTES=5: a short one)"
@@ -19,6 +19,7 @@ help:
 	@echo "make engines       environments of the inference engines, for CPU: $(ENGINES)"
 	@echo "make test-engines  the tests that run them, after \`make demo\` (\`make test\` skips what is not there)"
 	@echo "make engines-report  the same on all prompts, into docs/engines.md"
+	@echo "make soak   a run that is killed twenty times, into docs/soak.md"
 	@echo "make lint   ruff: style and format"
 	@echo "make venv   $(VENV) with this package (EXTRAS=tpu, cuda12 or cuda13 for an accelerator)"
 	@echo "make clean  remove $(VENV), $(ENGINES) and build leftovers; keeps runs/"
@@ -39,6 +40,10 @@ test-engines: $(VENV)/.installed-bridge $(ENGINES:=/.installed)
 engines-report: $(VENV)/.installed-bridge $(ENGINES:=/.installed)
 	mkdir -p docs
 	EAGLE3_REQUIRE_ENGINES=1 EAGLE3_ENGINES_REPORT=docs/engines.md $(VENV)/bin/pytest tests/engines
+
+soak: $(VENV)/.installed-bridge
+	mkdir -p docs
+	$(VENV)/bin/python tests/soak.py --kills 20 --log docs/soak.md
 
 lint: $(VENV)/.installed-dev
 	$(VENV)/bin/ruff check .
