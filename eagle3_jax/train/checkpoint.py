@@ -9,9 +9,13 @@ and `meta` (JSON) in each. Trees are nested dicts under "draft" and, where it is
 
 import contextlib
 import dataclasses
+import errno
 import json
+import logging
+import os
 import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -23,6 +27,7 @@ from eagle3_jax.errors import CheckpointError
 from eagle3_jax.train import manifest
 
 SCHEMA = 1
+FULL = os.strerror(errno.ENOSPC)
 
 # A resumed run may differ in these: none changes what is computed, beyond the rounding of another mesh.
 FREE = (
@@ -175,6 +180,30 @@ class Steps:
         for name in wanted:
             _verify(where / name, restored[name], meta)
         return restored["params"], restored["opt"], restored["data"], meta
+
+
+@contextlib.contextmanager
+def room_to_write(run_dir: str | Path) -> Iterator[None]:
+    """Around whatever writes into a run: a full disk is a CheckpointError that names the newest whole step."""
+    try:
+        yield
+    except (OSError, ValueError) as error:  # Orbax raises a ValueError, often one save later
+        if FULL not in str(error):
+            raise
+        whole = _steps(Path(run_dir))
+        raise CheckpointError(
+            f"{run_dir}: {FULL.lower()}; step {whole[-1] if whole else 0} is whole: free some and give the same command"
+        ) from None
+
+
+def _worth_logging(record: logging.LogRecord) -> bool:
+    """Not what is raised to the caller anyway: Orbax's threads would log a full disk in hundreds of lines."""
+    raised = record.exc_info[1] if record.exc_info else ""
+    return FULL not in f"{record.getMessage()} {raised}"
+
+
+for _name in ("absl", "asyncio"):
+    logging.getLogger(_name).addFilter(_worth_logging)
 
 
 def read_meta(run_dir: str | Path, step: int | None = None) -> dict:

@@ -94,8 +94,9 @@ def train(config: RunConfig) -> Path:
     )  # fmt: skip
     if not begun:
         kept = {"d2t": d2t} | {name: x for name, x in frozen.items() if name != "target"}
-        checkpoint.start(t.run, kept, params_then, meta | {"manifest": first})
-    with checkpoint.Steps(t.run, t.keep) as steps:
+        with checkpoint.room_to_write(t.run):
+            checkpoint.start(t.run, kept, params_then, meta | {"manifest": first})
+    with checkpoint.room_to_write(t.run), checkpoint.Steps(t.run, t.keep) as steps:
         at = 0
         if steps.latest() is not None:
             trained, opt, position, restored = steps.restore(None, trained, opt)
