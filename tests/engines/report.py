@@ -1,6 +1,7 @@
 """docs/engines.md, written from what the engine tests measured."""
 
 import dataclasses
+import json
 import os
 import platform
 import re
@@ -74,7 +75,7 @@ its test passed. Measured on {cpu}, {cores} cores, Python {python}, everything i
 - **accept length**: 1 + accepted drafts / verify forwards; ours is what `eagle3 evaluate` predicts, the engine's is
   from its own counters on the same prompts.
 - Prompts and answers: ten prompts of 1 to 17 tokens and 40 new ones on tiny targets; MT-bench's first turns on
-  SmolLM2-135M-Instruct, with the draft of `make demo`. "Other layers" are aux ids that are no engine's default; "blind"
+  SmolLM2-135M-Instruct, with the draft of `make demo` after {step} steps. "Other layers" are aux ids that are no engine's default; "blind"
   drafts do not see their embeddings, so that all they know comes through the aux states.
 
 """
@@ -102,7 +103,8 @@ NOT_RUN = """
 def markdown(rows: Sequence[Row], root: Path) -> str:
     body = [r.cells(_version(r.engine, root)) for r in rows]
     lines = ["| " + " | ".join(cells) + " |" for cells in (HEAD, ["---"] * len(HEAD), *body)]
-    head = INTRODUCTION.format(cpu=_cpu(), cores=os.cpu_count(), python=platform.python_version())
+    step = json.loads((root / "runs/demo/evaluate.json").read_text())["step"]
+    head = INTRODUCTION.format(cpu=_cpu(), cores=os.cpu_count(), python=platform.python_version(), step=step)
     return head + "\n".join(lines) + "\n" + NOT_RUN
 
 

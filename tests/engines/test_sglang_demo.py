@@ -30,7 +30,7 @@ def recorded(record, found: verify.Report, note: str = "") -> None:
     kind = "chain" if s["topk"] == 1 else "tree"
     record(
         f"SmolLM2-135M-Instruct, {kind} {s['steps']}-{s['topk']}-{s['tokens']}, {found.prompts} prompts",
-        loads=True, proposals=(found.proposals, found.proposals) if found.ok else None,
+        proposals=(found.proposals, found.proposals) if found.ok else None,
         ours=found.ours["accept_length"], theirs=found.served["accept_length"], note=note,
     )  # fmt: skip
 

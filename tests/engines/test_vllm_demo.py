@@ -44,7 +44,7 @@ def test_proposals_accept_counts_and_text_are_ours(vllm, demo, job, record):
     assert metrics["accepted_tokens_per_pos"] == [sum(a > k for a in accepted) for k in range(steps)]
     drafts = sum(len(r["drafts"]) for r in rounds)
     record(
-        f"SmolLM2-135M-Instruct, chain {steps}-1-{steps + 1}, {PROMPTS} prompts", loads=True,
+        f"SmolLM2-135M-Instruct, chain {steps}-1-{steps + 1}, {PROMPTS} prompts",
         proposals=(drafts, drafts), ours=1 + sum(accepted) / len(accepted),
         theirs=1 + metrics["accepted_tokens"] / metrics["drafts"],
     )  # fmt: skip
