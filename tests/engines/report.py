@@ -75,8 +75,8 @@ its test passed. Measured on {cpu}, {cores} cores, Python {python}, everything i
 - **accept length**: 1 + accepted drafts / verify forwards; ours is what `eagle3 evaluate` predicts, the engine's is
   from its own counters on the same prompts.
 - Prompts and answers: ten prompts of 1 to 17 tokens and 40 new ones on tiny targets; MT-bench's first turns on
-  SmolLM2-135M-Instruct, with the draft of `make demo` after {step} steps. "Other layers" are aux ids that are no engine's
-  default; "blind" drafts do not see their embeddings, so that all they know comes through the aux states.
+  SmolLM2-135M-Instruct, with the draft of `make demo` after {step} steps. "Other layers" are aux ids that are no
+  engine's default; "blind" drafts do not see their embeddings, so that all they know comes through the aux states.
 
 """
 NOT_RUN = """
