@@ -125,12 +125,13 @@ def train(config: RunConfig) -> Path:
                         progress.note = log.write(*pending)
                 pending = (step, batches.epoch, found)
                 progress.advance(tokens)
-                if step % t.save_every == 0 or step == t.steps or asked:
+                stop = bool(asked)  # looked at once: what is reported as saved has to be
+                if step % t.save_every == 0 or step == t.steps or stop:
                     metrics.check(step, found, batches.conversations)
                     progress.note = log.write(*pending)
                     pending = None
                     save(step, trained, opt, position)
-                if asked and step < t.steps:
+                if stop and step < t.steps:
                     raise Stopped(
                         f"SIGTERM: step {step} of {t.steps} is saved in {t.run}; the same command goes on"
                     )
