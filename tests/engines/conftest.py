@@ -11,8 +11,10 @@ import report
 from engine_runs import VLLM, SGLang
 
 from bridge import sglang as bridge_sglang
-from eagle3_jax import demo as demo_module
 from eagle3_jax.commands import ANSWERS, RESULT
+from eagle3_jax.data import chat
+from eagle3_jax.target import shape
+from eagle3_jax.train import setup
 
 HERE, ROOT = Path(__file__).parent, Path(__file__).parents[2]
 REQUIRED = "EAGLE3_REQUIRE_ENGINES"
@@ -49,14 +51,14 @@ def vllm(tmp_path_factory) -> VLLM:
 
 @pytest.fixture(scope="session")
 def demo() -> SimpleNamespace:
-    """What `make demo` left in runs/: run, export, target, evaluate.json, lines of answers.jsonl."""
+    """What `make demo` left in runs/: run, export, target, its end tokens, evaluate.json, lines of answers.jsonl."""
     run, export = ROOT / "runs/demo", ROOT / "runs/demo-export"
     if not all(p.is_file() for p in (run / RESULT, run / ANSWERS, export / "config.json")):
         missing("no demo is in runs/; run `DEMO_MINUTES=10 make demo`")
-    config = demo_module.configuration.load(ROOT / demo_module.CONFIG)
+    result = json.loads((run / RESULT).read_text())
+    files = setup.TargetFiles(Path(result["target"]), shape.read(result["target"]))
     return SimpleNamespace(
-        run=run, export=export, target=demo_module.commands.defaults.resolve_target(config.target.path),
-        result=json.loads((run / RESULT).read_text()),
+        run=run, export=export, target=files.directory, ends=[*chat.end_tokens(setup.tokenizer(files))], result=result,
         answers=[json.loads(line) for line in (run / ANSWERS).read_text().splitlines()],
     )  # fmt: skip
 

@@ -10,9 +10,6 @@ import pytest
 from conftest import REPORT, ROOT
 
 from bridge import verify
-from eagle3_jax.data import chat
-from eagle3_jax.target import shape
-from eagle3_jax.train import setup
 
 PROMPTS = None if REPORT in os.environ else 4  # the first ones; all for the report
 EAGLE3 = Path(sys.executable).with_name("eagle3")
@@ -69,10 +66,9 @@ def test_in_bfloat16_the_difference_is_shown(sglang, demo, record):
 def test_the_targets_own_greedy_text_is_ours(sglang, demo):
     """SGLang reads the directory that was made of the GGUF file, without a draft."""
     answers = demo.answers[:4]
-    ends = chat.end_tokens(setup.tokenizer(setup.TargetFiles(demo.target, shape.read(demo.target))))
     options = {"model_path": str(demo.target), "context_length": 2048, "max_total_tokens": 8192}
     job = {
-        "options": options, "prompts": [a["prompt"] for a in answers], "end_tokens": [*ends],
+        "options": options, "prompts": [a["prompt"] for a in answers], "end_tokens": demo.ends,
         "max_new_tokens": demo.result["settings"]["max_new_tokens"],
     }  # fmt: skip
     (found,) = sglang.engine(job)

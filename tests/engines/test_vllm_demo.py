@@ -2,10 +2,6 @@
 
 import pytest
 
-from eagle3_jax.data import chat
-from eagle3_jax.target import shape
-from eagle3_jax.train import setup
-
 PROMPTS = 6  # MT-bench's first ones
 
 
@@ -13,10 +9,9 @@ PROMPTS = 6  # MT-bench's first ones
 def job(vllm, demo):
     settings, answers = demo.result["settings"], demo.answers[:PROMPTS]
     assert settings["topk"] == 1, "vLLM drafts chains"
-    ends = chat.end_tokens(setup.tokenizer(setup.TargetFiles(demo.target, shape.read(demo.target))))
     return {
         "options": dict(model=str(demo.target), max_model_len=2048, max_num_batched_tokens=2048),
-        "prompts": [a["prompt"] for a in answers], "end_tokens": [*ends],
+        "prompts": [a["prompt"] for a in answers], "end_tokens": demo.ends,
         "max_new_tokens": settings["max_new_tokens"],
     }  # fmt: skip
 
