@@ -15,7 +15,7 @@ from eagle3_jax.config import RunConfig
 from eagle3_jax.data import chat, features, prepare
 from eagle3_jax.decode import evaluate as evaluation
 from eagle3_jax.decode.speculate import DraftWeights, Speculator
-from eagle3_jax.decode.walk import Texts, walk
+from eagle3_jax.decode.walk import Text, Texts, walk
 from eagle3_jax.draft import model
 from eagle3_jax.errors import DataError
 from eagle3_jax.target import weights
@@ -109,12 +109,14 @@ def curve(run: str | Path) -> list[dict]:
     config = configuration.from_dict(drafts[0].meta["config"], str(run))
     mesh = axes.data_mesh(config.mesh.data)
     _, target, params = _serving_target(config, drafts[0].meta, mesh)
-    texts = Texts(target, params, [(a["prompt"], a["tokens"]) for a in answers], config.evaluate.batch, mesh)
-    lengths = walk(texts, map(_serving_draft, drafts), config.evaluate.steps)
-    return [
-        dict(step=d.step, minutes=minutes[d.step], accept_length=x)
-        for d, x in zip(drafts, lengths, strict=True)
-    ]
+    texts = [Text(a["prompt"], a["tokens"]) for a in answers]
+    texts = Texts(target, params, texts, config.evaluate.batch, mesh)
+    points = []
+    for draft in drafts:
+        accepted = walk(texts, _serving_draft(draft), config.evaluate.steps)
+        length = evaluation.accept_length(evaluation.pairs(accepted))
+        points.append(dict(step=draft.step, minutes=minutes[draft.step], accept_length=length))
+    return points
 
 
 def _serving_target(config: RunConfig, meta: dict, mesh):

@@ -59,25 +59,35 @@ def summary(prompts: Sequence[dict], answers: Sequence[Answer], steps: int) -> d
     A position is a depth: of a tree's drafts the accepted ones are a path from the bonus.
     """
     accepted = [np.array([r.accepted for r in a.rounds], int) for a in answers]
-    pairs = np.array([(a.sum(), len(a)) for a in accepted])
-    rounds = np.concatenate(accepted)
-    histogram = np.bincount(rounds, minlength=steps + 1)
     by_category = collections.defaultdict(list)
-    for prompt, pair in zip(prompts, pairs, strict=True):
-        by_category[prompt["category"]].append(pair)
+    for prompt, rounds in zip(prompts, accepted, strict=True):
+        by_category[prompt["category"]].append(rounds)
+    found = counts(accepted, steps)
+    return found | {
+        "by_category": {name: accept_length(pairs(a)) for name, a in sorted(by_category.items())},
+        # SGLang counts tokens of the answer, the prefill's one included, over verify forwards.
+        "sglang_request": sum(len(a.tokens) for a in answers) / max(found["verify_forwards"], 1),
+        "sglang_server": found["accept_length"],
+        "looping": float(np.mean([loops(a.tokens) for a in answers])),
+    }
+
+
+def counts(accepted: Sequence[np.ndarray], steps: int) -> dict:
+    """Accept length with its interval, per position and as a histogram, of each prompt's accepted drafts per round."""
+    rounds = np.concatenate(accepted)
     return {
-        "accept_length": accept_length(pairs),
-        "interval": interval(pairs),
+        "accept_length": accept_length(pairs(accepted)),
+        "interval": interval(pairs(accepted)),
         "verify_forwards": len(rounds),
         "accepted_drafts": int(rounds.sum()),
         "acceptance_by_position": [float(np.mean(rounds > k)) if len(rounds) else 0.0 for k in range(steps)],
-        "histogram": histogram.tolist(),
-        "by_category": {name: accept_length(np.array(p)) for name, p in sorted(by_category.items())},
-        # SGLang counts tokens of the answer, the prefill's one included, over verify forwards.
-        "sglang_request": sum(len(a.tokens) for a in answers) / max(len(rounds), 1),
-        "sglang_server": accept_length(pairs),
-        "looping": float(np.mean([loops(a.tokens) for a in answers])),
+        "histogram": np.bincount(rounds, minlength=steps + 1).tolist(),
     }
+
+
+def pairs(accepted: Sequence[np.ndarray]) -> np.ndarray:
+    """[prompts, (accepted, forwards)]."""
+    return np.array([(a.sum(), len(a)) for a in accepted])
 
 
 def accept_length(pairs: np.ndarray) -> float:
