@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
+from eagle3_jax.cli import AtStep
 from eagle3_jax.cli import run as run_app
 from eagle3_jax.errors import ConfigError
 
@@ -20,7 +21,6 @@ app = typer.Typer(
 
 RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="run directory that `eagle3 train` wrote")]
 Directory = Annotated[Path, typer.Argument(metavar="DIR", help="draft directory")]
-Step = Annotated[int | None, typer.Option(help="checkpoint to take; the newest unless given")]
 
 COLOUR = {"error": "red", "warning": "yellow", "note": "cyan"}
 
@@ -29,7 +29,7 @@ COLOUR = {"error": "red", "warning": "yellow", "note": "cyan"}
 def convert(
     run: RunPath,
     out: Annotated[Path, typer.Argument(metavar="OUT", help="draft directory to write")],
-    step: Step = None,
+    step: AtStep = None,
     force: Annotated[bool, typer.Option("--force", help="replace OUT whatever it holds")] = False,
 ) -> None:
     """Export a run's draft for SGLang and print the line that serves it."""
@@ -81,7 +81,7 @@ def check(
 def parity(
     run: RunPath,
     directory: Directory,
-    step: Step = None,
+    step: AtStep = None,
     seed: Annotated[int, typer.Option(help="of the random tokens and states")] = 0,
 ) -> None:
     """Does DIR compute what RUN's checkpoint computes? Exit code 1, and the first stage that differs, where not."""

@@ -21,7 +21,7 @@ CHAIN = Drafting(steps=3, topk=1, tokens=4)  # what a launch line asks for where
 DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 
 
-def convert(run: str | Path, out: str | Path, step: int | None = None, force: bool = False) -> dict:
+def convert(run: str | Path, out: str | Path, step: int | str | None = None, force: bool = False) -> dict:
     """Write the draft of a run (its newest checkpoint, or that of `step`) to the directory `out`.
 
     Returns what was written: directory, step, dtype, tensors, bytes, accept_length, launch. Raises

@@ -51,7 +51,7 @@ class Report:
         return self.first is None
 
 
-def parity(run: str | Path, directory: str | Path, step: int | None = None, seed: int = 0) -> Report:
+def parity(run: str | Path, directory: str | Path, step: int | str | None = None, seed: int = 0) -> Report:
     """Compare a run's checkpoint with a draft directory on random tokens and aux states.
 
     Prompts of several lengths, the prefill and seven drafting steps each; every stage within TOLERANCE and

@@ -23,6 +23,21 @@ Overrides = Annotated[list[str] | None, typer.Argument(metavar="section.key=valu
 Run = Annotated[Path, typer.Argument(help="run directory")]
 
 
+def step_of(text: str) -> int | str:
+    """A step's number, or "best"."""
+    if text == "best" or text.isdigit():
+        return text if text == "best" else int(text)
+    raise typer.BadParameter(f"{text!r}: a number, or best")
+
+
+AtStep = Annotated[
+    str | None,
+    typer.Option(
+        "--step", parser=step_of, metavar="N|best", help="checkpoint; newest unless told, 0: untrained"
+    ),
+]
+
+
 def _load(config: Path, overrides: list[str] | None):
     return configuration.load(config, overrides or ())
 
@@ -68,7 +83,7 @@ def train(config: Config, overrides: Overrides = None):
 @app.command()
 def evaluate(
     run: Run, overrides: Overrides = None,
-    step: Annotated[int | None, typer.Option(help="checkpoint; 0 is the untrained draft")] = None,
+    step: AtStep = None,
     steps: Annotated[int | None, typer.Option(help="evaluate.steps: levels of drafts")] = None,
     topk: Annotated[int | None, typer.Option(help="evaluate.topk: 1 drafts a chain, more a tree")] = None,
     tokens: Annotated[int | None, typer.Option(help="evaluate.tokens: verified together; a tree's size")] = None,
@@ -78,15 +93,18 @@ def evaluate(
     """Accept length, by speculative decoding as the server does it."""
     from eagle3_jax import commands
 
-    if verify and step is not None:
-        raise ConfigError("--verify compares what is saved in the run, which --step is not: leave one out")
+    saved = step in (None, "best")  # what is served
+    if verify and not saved:
+        raise ConfigError(
+            f"--verify compares what is saved in the run, which --step {step} is not: leave one out"
+        )
     told = [
         f"evaluate.{k}={v}" for k, v in dict(steps=steps, topk=topk, tokens=tokens).items() if v is not None
     ]
     if topk == 1 and tokens is None:
         told.append("evaluate.tokens=null")  # a tree's, if the run's configuration has one
     result = commands.evaluate(
-        run, (*(overrides or ()), *told), step, save_as=commands.RESULT if step is None else None
+        run, (*(overrides or ()), *told), step, save_as=commands.RESULT if saved else None
     )
     print(json.dumps(result, indent=2) if as_json else commands.describe_evaluation(result), flush=True)
     if verify:  # a process: this package knows nothing of the bridge
@@ -96,7 +114,7 @@ def evaluate(
 @app.command()
 def inspect(
     run: Run,
-    step: Annotated[int | None, typer.Option(help="checkpoint; newest unless told")] = None,
+    step: AtStep = None,
     as_json: Annotated[bool, typer.Option("--json")] = False,
 ):
     """What was frozen, what moved, from what: exit code 1 if anything is not as it should be."""

@@ -47,7 +47,7 @@ def capture(config: RunConfig) -> features.Store:
 
 
 def evaluate(
-    run: str | Path, overrides: tuple[str, ...] = (), step: int | None = None, save_as: str | None = None
+    run: str | Path, overrides: tuple[str, ...] = (), step: checkpoint.Step = None, save_as: str | None = None
 ) -> dict:
     """`eagle3 evaluate RUN`: what evaluate.json holds. `save_as` also writes it into the run.
 
@@ -56,7 +56,9 @@ def evaluate(
     return evaluator(run, overrides)(step, save_as)
 
 
-def evaluator(run: str | Path, overrides: tuple[str, ...] = ()) -> Callable[[int | None, str | None], dict]:
+def evaluator(
+    run: str | Path, overrides: tuple[str, ...] = ()
+) -> Callable[[checkpoint.Step, str | None], dict]:
     """`evaluate` as a function of step and `save_as`, with the target loaded and compiled for once."""
     axes.virtual_cpus(os.cpu_count() or 1)  # reading the run already puts the devices to use
     meta = checkpoint.load_draft(run).meta
@@ -77,7 +79,7 @@ def evaluator(run: str | Path, overrides: tuple[str, ...] = ()) -> Callable[[int
         )
     speculator = Speculator(target, plan, mesh)
 
-    def at(step: int | None, save_as: str | None) -> dict:
+    def at(step: checkpoint.Step, save_as: str | None) -> dict:
         draft = checkpoint.load_draft(run, step)
         result, answers = evaluation.evaluate(
             speculator, params, _serving_draft(draft), prompts, chat.end_tokens(tok), mesh,

@@ -77,7 +77,11 @@ class Train(Section):
     clip: float = pydantic.Field(default=0.5, gt=0)
     freeze: tuple[str, ...] = ("embedding/.*", "target/.*")
     save_every: pydantic.PositiveInt
-    keep: pydantic.PositiveInt = 3
+    keep: pydantic.PositiveInt = 3  # newest checkpoints; the best one is kept beside them
+    evaluate_every: pydantic.PositiveInt | None = None  # steps; on held-out conversations, see `evaluate`
+    patience: pydantic.PositiveInt | None = (
+        None  # stop after so many evaluations in a row without a clear gain
+    )
     log_every: pydantic.PositiveInt = 10
     prefetch: pydantic.NonNegativeInt = 2
 
@@ -97,6 +101,8 @@ class Evaluate(Section):
         None  # verified together, the bonus among them; None: a chain's steps+1
     )
     batch: pydantic.PositiveInt = 16
+    held_out_prompts: pydantic.PositiveInt = 32  # for the accept length during training
+    held_out_rows: pydantic.PositiveInt = 64  # packed rows, for the loss and accuracy during training
 
     @pydantic.model_validator(mode="after")
     def _drafting(self):
@@ -143,6 +149,13 @@ class RunConfig(Section):
             raise ConfigError(
                 f"data.max_length={self.data.max_length} exceeds train.row_length={self.train.row_length}"
             )
+        if self.train.evaluate_every and not self.data.held_out:
+            raise ConfigError(
+                f"train.evaluate_every={self.train.evaluate_every} needs conversations that are not trained on: "
+                "set data.held_out above 0"
+            )
+        if self.train.patience and not self.train.evaluate_every:
+            raise ConfigError(f"train.patience={self.train.patience} needs train.evaluate_every")
         if self.evaluate.topk > self.draft.vocab_size:
             raise ConfigError(
                 f"evaluate.topk={self.evaluate.topk} exceeds draft.vocab_size={self.draft.vocab_size}"

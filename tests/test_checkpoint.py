@@ -150,6 +150,24 @@ def test_keep_rotates_steps_but_never_the_start(copy):
     assert checkpoint.load_draft(copy, 0).step == 0
 
 
+def test_the_best_evaluated_step_is_kept_beside_the_newest_and_found_again(tmp_path):
+    checkpoint.start(tmp_path / "r", frozen(), params(), META)
+    found = {1: 1.5, 2: None, 3: 1.7, 4: 1.6, 5: None, 6: 1.7}
+    kept = []
+    for step, length in found.items():
+        with checkpoint.Steps(tmp_path / "r", keep=1) as steps:  # each time as after a stop
+            steps.save(step, params(), opt_of(params()), {}, META, length)
+        kept.append(checkpoint.steps_of(tmp_path / "r")[1:])
+        if step > 3:
+            assert checkpoint.load_draft(tmp_path / "r", "best").step == (3 if step < 6 else 6)
+    assert kept == [[1], [1, 2], [3], [3, 4], [3, 5], [6]]
+
+
+def test_no_step_is_the_best_where_none_was_evaluated(run):
+    with pytest.raises(CheckpointError, match=r"no step there was evaluated while training.*\(0, 2, 4\)"):
+        checkpoint.load_draft(run, "best")
+
+
 def test_saving_a_step_that_is_there_is_an_error(copy):
     with (
         checkpoint.Steps(copy, keep=3) as steps,

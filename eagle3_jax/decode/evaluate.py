@@ -96,11 +96,28 @@ def accept_length(pairs: np.ndarray) -> float:
     return float(1 + accepted / max(forwards, 1))
 
 
-def interval(pairs: np.ndarray, draws: int = 2000, seed: int = 0) -> list[float]:
+def interval(pairs: np.ndarray) -> list[float]:
     """95 % bootstrap interval over prompts."""
-    rng = np.random.default_rng(seed)
-    sums = pairs[rng.integers(len(pairs), size=(draws, len(pairs)))].sum(axis=1)
-    low, high = np.percentile(1 + sums[:, 0] / np.maximum(sums[:, 1], 1), [2.5, 97.5])
+    return _percentiles(_drawn(pairs, _draws(len(pairs))))
+
+
+def gain(before: np.ndarray, after: np.ndarray) -> list[float]:
+    """95 % bootstrap interval of the gain in accept length, both drafts on the same prompts in the same order."""
+    draws = _draws(len(before))
+    return _percentiles(_drawn(after, draws) - _drawn(before, draws))
+
+
+def _draws(prompts: int, count: int = 2000) -> np.ndarray:
+    return np.random.default_rng(0).integers(prompts, size=(count, prompts))
+
+
+def _drawn(pairs: np.ndarray, draws: np.ndarray) -> np.ndarray:
+    sums = pairs[draws].sum(axis=1)
+    return 1 + sums[:, 0] / np.maximum(sums[:, 1], 1)
+
+
+def _percentiles(values: np.ndarray) -> list[float]:
+    low, high = np.percentile(values, [2.5, 97.5])
     return [float(low), float(high)]
 
 

@@ -4,7 +4,8 @@
                  params   the trained leaves at step 0                                  first update, never removed
     RUN/steps/N/ params   the trained leaves       opt   optax state       data   loader position (JSON)
 
-and `meta` (JSON) in each. Trees are nested dicts under "draft" and, where it is trained, "embedding".
+`meta` (JSON) in each, and `metrics` where the step was evaluated on held-out prompts. Trees are nested dicts
+under "draft" and, where it is trained, "embedding".
 """
 
 import contextlib
@@ -17,10 +18,12 @@ import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+from orbax.checkpoint import checkpoint_managers
 
 from eagle3_jax.draft.shape import DraftShape
 from eagle3_jax.errors import CheckpointError
@@ -28,10 +31,14 @@ from eagle3_jax.train import manifest
 
 SCHEMA = 1
 FULL = os.strerror(errno.ENOSPC)
+METRIC, BEST = "accept_length", "best"  # what steps are ranked by; in place of a step's number: the best one
+
+Step = int | Literal["best"] | None  # of a run; None: the newest, 0: the start
 
 # A resumed run may differ in these: none changes what is computed, beyond the rounding of another mesh.
 FREE = (
     "mesh", "evaluate", "train.run", "train.save_every", "train.keep", "train.log_every", "train.prefetch",
+    "train.evaluate_every", "train.patience",
 )  # fmt: skip
 
 
@@ -100,11 +107,19 @@ def start(run_dir: str | Path, frozen: dict, params: dict, meta: dict) -> bool:
 
 
 class Steps:
-    """The steps of a run, newest `keep` of them. Leaving the `with` block waits for what is being written."""
+    """The steps of a run: the newest `keep` and the best of those that were evaluated.
+
+    Leaving the `with` block waits for what is being written.
+    """
 
     def __init__(self, run_dir: str | Path, keep: int):
         self._run = Path(run_dir).resolve()
-        options = ocp.CheckpointManagerOptions(max_to_keep=keep, cleanup_tmp_directories=True)
+        newest = checkpoint_managers.LatestN(keep)
+        best = checkpoint_managers.BestN(get_metric_fn=_metric, n=1, keep_checkpoints_without_metrics=False)
+        options = ocp.CheckpointManagerOptions(
+            preservation_policy=checkpoint_managers.AnyPreservationPolicy([newest, best]),
+            best_fn=_metric, cleanup_tmp_directories=True,
+        )  # fmt: skip
         self._manager = ocp.CheckpointManager(self._run / "steps", options=options)
 
     def __enter__(self):
@@ -120,15 +135,19 @@ class Steps:
     def latest(self) -> int | None:
         return self._manager.latest_step()
 
-    def save(self, step: int, params: dict, opt, data_state: dict, meta: dict) -> None:
+    def save(
+        self, step: int, params: dict, opt, data_state: dict, meta: dict, accept_length: float | None = None
+    ) -> None:
         """Copy to the host, then write in the background. Raises CheckpointError if the step is there already.
 
         `meta`: config (`config.to_dict`), shape (`dataclasses.asdict`), target (path, shape, weights_digest),
-        aux_layers, manifest. Schema, step and the digests of params and opt are added here.
+        aux_layers, manifest. Schema, step and the digests of params and opt are added here. The step with the highest
+        `accept_length` is kept.
         """
         items = {"params": params, "opt": opt}
         saved = self._manager.save(
             step,
+            metrics=None if accept_length is None else {METRIC: accept_length},
             args=ocp.args.Composite(
                 data=ocp.args.JsonSave(_plain(data_state)),
                 meta=ocp.args.JsonSave(_stamped(meta, step, items)),
@@ -197,17 +216,21 @@ def room_to_write(run_dir: str | Path) -> Iterator[None]:
 
 
 def _worth_logging(record: logging.LogRecord) -> bool:
-    """Not what is raised to the caller anyway: Orbax's threads would log a full disk in hundreds of lines."""
+    """Not what is raised to the caller anyway: Orbax's threads would log a full disk in hundreds of lines.
+
+    Nor that a step has no metrics: not every one is evaluated.
+    """
     raised = record.exc_info[1] if record.exc_info else ""
-    return FULL not in f"{record.getMessage()} {raised}"
+    text = f"{record.getMessage()} {raised}"
+    return FULL not in text and "did not provide metrics" not in text
 
 
 for _name in ("absl", "asyncio"):
     logging.getLogger(_name).addFilter(_worth_logging)
 
 
-def read_meta(run_dir: str | Path, step: int | None = None) -> dict:
-    """The meta of a step; None: the newest, 0: the start. Raises CheckpointError."""
+def read_meta(run_dir: str | Path, step: Step = None) -> dict:
+    """The meta of a step. Raises CheckpointError."""
     return _meta(_step_dir(_run(run_dir), step))
 
 
@@ -218,8 +241,8 @@ def read_start(run_dir: str | Path) -> tuple[dict, dict, dict]:
     return _read(where / "frozen", meta), _read(where / "params", meta), meta
 
 
-def read_step(run_dir: str | Path, step: int | None = None) -> tuple[dict, dict]:
-    """(params, meta) of a step as numpy arrays; None: the newest, 0: the start. Raises CheckpointError."""
+def read_step(run_dir: str | Path, step: Step = None) -> tuple[dict, dict]:
+    """(params, meta) of a step as numpy arrays. Raises CheckpointError."""
     where = _step_dir(_run(run_dir), step)
     meta = _meta(where)
     return _read(where / "params", meta), meta
@@ -230,8 +253,8 @@ def steps_of(run_dir: str | Path) -> list[int]:
     return [0, *_steps(_run(run_dir))]
 
 
-def load_draft(path: str | Path, step: int | None = None) -> LoadedDraft:
-    """The draft of a run directory (newest step unless told) or of RUN/steps/N. Raises CheckpointError."""
+def load_draft(path: str | Path, step: Step = None) -> LoadedDraft:
+    """The draft of a run directory or of RUN/steps/N. Raises CheckpointError."""
     path = Path(path)
     if step is None and path.parent.name == "steps" and path.name.isdigit():
         path, step = path.parent.parent, int(path.name)
@@ -289,9 +312,28 @@ def _listed(run: Path) -> str:
     return ", ".join(map(str, [0, *_steps(run)]))
 
 
-def _step_dir(run: Path, step: int | None) -> Path:
+def _metric(metrics: dict) -> float:
+    return metrics[METRIC]
+
+
+def _best(run: Path) -> int:
+    lengths = {}
+    for step in _steps(run):
+        with contextlib.suppress(FileNotFoundError):
+            lengths[step] = _metric(
+                json.loads((run / "steps" / str(step) / "metrics" / "metrics").read_text())
+            )
+    if not lengths:
+        raise CheckpointError(
+            f"{run}: no step there was evaluated while training, so none is the best; name one "
+            f"({_listed(run)}), or train with train.evaluate_every"
+        )
+    return max(lengths, key=lambda step: (lengths[step], step))
+
+
+def _step_dir(run: Path, step: Step) -> Path:
     there = [0, *_steps(run)]
-    step = there[-1] if step is None else step
+    step = there[-1] if step is None else _best(run) if step == BEST else step
     if step not in there:
         raise CheckpointError(f"{run}: no step {step}; steps there: {_listed(run)}")
     return run / "steps" / str(step) if step else run / "start"

@@ -88,7 +88,7 @@ def _since(leaf: Leaf) -> str:
     return f"moved {leaf.moved:.3g}" + ("" if leaf.relative is None else f" ({leaf.relative:.2%})")
 
 
-def inspect(run_dir: str | Path, step: int | None = None) -> Report:
+def inspect(run_dir: str | Path, step: checkpoint.Step = None) -> Report:
     """Compare a step (newest unless told) with the run's start and, where it can be read, the target.
 
     Raises CheckpointError where there is no run or it is damaged. Whatever is wrong with a whole run is in

@@ -11,7 +11,7 @@ import numpy as np
 
 from eagle3_jax import axes
 from eagle3_jax import config as configuration
-from eagle3_jax.config import RunConfig
+from eagle3_jax.config import RunConfig, Train
 from eagle3_jax.data import chat
 from eagle3_jax.data.loader import Batches
 from eagle3_jax.draft import model
@@ -21,6 +21,7 @@ from eagle3_jax.errors import CheckpointError, Stopped
 from eagle3_jax.progress import bar
 from eagle3_jax.target import weights
 from eagle3_jax.train import checkpoint, manifest, metrics, optim, setup
+from eagle3_jax.train.held_out import HeldOut, is_best, stalled
 from eagle3_jax.train.step import Step, opt_shardings
 
 EMBEDDING_AXES = {"embedding": "v d"}
@@ -104,16 +105,26 @@ def train(config: RunConfig) -> Path:
             at = restored["step"]
             setup.say(f"train: going on at step {at} of {t.run}")
 
-        def save(step: int, trained: dict, opt, position: dict) -> None:
-            now = manifest.build(optim.merge(trained, frozen), labels, origins, facts, params_then, first)
-            steps.save(step, trained, opt, position, meta | {"manifest": now})
-
         step_fn = Step(t, graph, tx, setup.device_vocabulary(d2t, shape.vocab_size), target)
         run = step_fn.compiled(mesh, trained_sharding, opt_sharding, frozen_sharding)
+        held_out = HeldOut(config, files, source, step_fn, target_tree, mesh) if t.evaluate_every else None
         tokens = t.batch * t.row_length
         log, pending = metrics.Log(t.run, at, optim.schedule(t)), None
+
+        def save(step: int, position: dict) -> None:
+            now = manifest.build(optim.merge(trained, frozen), labels, origins, facts, params_then, first)
+            steps.save(step, trained, opt, position, meta | {"manifest": now}, log.accept_length(step))
+
+        def evaluate(step: int) -> None:
+            log.evaluation({"step": step, "epoch": batches.epoch} | held_out(trained, frozen))
+
         with log, bar("train", (t.steps - at) * tokens, "tokens") as progress, _asked_to_end() as asked:
+            if held_out and not log.evaluated(at) and at % t.evaluate_every == 0:
+                evaluate(at)  # the untrained draft, or a step that was saved when there was no time for it
             for step in range(at + 1, t.steps + 1):
+                if _enough(t.patience, log.evaluations):
+                    setup.say(_stopped(t, step - 1, log.evaluations))
+                    break
                 batch, position = next(batches)
                 if t.rows == "supervised":
                     batch["rows"] = needed_rows(batch, t.unroll, t.mask)
@@ -126,16 +137,35 @@ def train(config: RunConfig) -> Path:
                 pending = (step, batches.epoch, found)
                 progress.advance(tokens)
                 stop = bool(asked)  # looked at once: what is reported as saved has to be
-                if step % t.save_every == 0 or step == t.steps or stop:
+                last = step == t.steps
+                measure = held_out and not stop and (last or step % t.evaluate_every == 0)
+                if measure or last or stop or step % t.save_every == 0:
                     metrics.check(step, found, batches.conversations)
                     progress.note = log.write(*pending)
                     pending = None
-                    save(step, trained, opt, position)
-                if stop and step < t.steps:
+                if measure:
+                    evaluate(step)
+                best = measure and is_best(log.evaluations)
+                ended = last or stop or (measure and _enough(t.patience, log.evaluations))
+                if best or ended or step % t.save_every == 0:
+                    save(step, position)
+                if stop and not last:
                     raise Stopped(
                         f"SIGTERM: step {step} of {t.steps} is saved in {t.run}; the same command goes on"
                     )
     return Path(t.run)
+
+
+def _enough(patience: int | None, evaluations: list[dict]) -> bool:
+    return patience is not None and stalled(evaluations) >= patience
+
+
+def _stopped(t: Train, step: int, evaluations: list[dict]) -> str:
+    best = max(line["accept_length"] for line in evaluations)
+    return (
+        f"train: stopped at step {step} of {t.steps}: {t.patience} evaluations in a row without a clear gain over the "
+        f"best, {best:.3f} held-out accept length (--step best of evaluate and convert takes that one)"
+    )
 
 
 @contextlib.contextmanager

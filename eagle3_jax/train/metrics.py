@@ -12,7 +12,7 @@ import numpy as np
 
 from eagle3_jax.errors import DataError
 
-FILE = "metrics.jsonl"  # in the run directory
+FILE, EVALUATIONS = "metrics.jsonl", "evaluations.jsonl"  # in the run directory
 NAMED = 16  # conversations of a bad batch that the message names
 
 
@@ -25,10 +25,8 @@ class Log:
 
     def __init__(self, run: str | Path, at: int, learning_rate: Callable):
         self._path, self._learning_rate = Path(run) / FILE, learning_rate
-        lines = [line for line in read(run) if line["step"] <= at]
-        part = self._path.with_name(f"{FILE}.part")
-        part.write_text("".join(json.dumps(line) + "\n" for line in lines))
-        os.replace(part, self._path)
+        lines = _cut(self._path, at)
+        self.evaluations = _cut(self._path.with_name(EVALUATIONS), at)
         self._before, self._began = lines[-1]["seconds"] if lines else 0.0, time.monotonic()
 
     def __enter__(self):
@@ -48,16 +46,44 @@ class Log:
         self._file.flush()
         return f"loss {values['loss']:.3f}, accuracy {' '.join(f'{a:.2f}' for a in values['accuracy'])}"
 
+    def evaluation(self, line: dict) -> None:
+        line = line | {"seconds": self._before + time.monotonic() - self._began}
+        self.evaluations.append(line)
+        with self._path.with_name(EVALUATIONS).open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def evaluated(self, step: int) -> bool:
+        return any(line["step"] == step for line in self.evaluations)
+
+    def accept_length(self, step: int) -> float | None:
+        return next((line.get("accept_length") for line in self.evaluations if line["step"] == step), None)
+
 
 def read(run: str | Path) -> list[dict]:
     """The lines of a run; none where there is no file. A last line that was cut off is left out."""
-    path, lines = Path(run) / FILE, []
+    return _lines(Path(run) / FILE)
+
+
+def _cut(path: Path, at: int) -> list[dict]:
+    lines = [line for line in _lines(path) if line["step"] <= at]
+    part = path.with_name(f"{path.name}.part")
+    part.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    os.replace(part, path)
+    return lines
+
+
+def _lines(path: Path) -> list[dict]:
+    lines = []
     for text in path.read_text().splitlines() if path.exists() else ():
         try:
             lines.append(json.loads(text))
         except ValueError:
             break
     return lines
+
+
+def evaluations(run):
+    return _lines(Path(run) / EVALUATIONS)
 
 
 def check(step: int, metrics: dict, conversations: Callable[[int], Sequence[int]]) -> None:
