@@ -48,6 +48,24 @@ def convert(
     print(report["launch"])  # plain, so that it can be copied whatever the terminal's width
 
 
+@app.command("import")
+def import_(
+    directory: Directory,
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="run directory to write")],
+    target: Annotated[
+        str | None, typer.Option(help="the model that it was trained for; an export of ours names it")
+    ] = None,
+) -> None:
+    """A draft directory becomes a run: evaluate it, or train on from it with train.init=RUN."""
+    from bridge import imports as module
+
+    done = module.import_draft(directory, run, target)
+    print(
+        f"{done['run']}: {done['tensors']} tensors in {done['dtype']} of {done['directory']}, for {done['target']}"
+    )
+    print(f"next: eagle3 evaluate {run}, or train with train.init={run}")
+
+
 @app.command()
 def check(
     directory: Directory,

@@ -11,13 +11,13 @@ import jax.numpy as jnp
 
 from eagle3_jax import axes, defaults
 from eagle3_jax import config as configuration
-from eagle3_jax.config import RunConfig
+from eagle3_jax.config import RunConfig, ServeConfig
 from eagle3_jax.data import chat, features, prepare
 from eagle3_jax.decode import evaluate as evaluation
 from eagle3_jax.decode.speculate import DraftWeights, Speculator
 from eagle3_jax.decode.walk import Text, Texts, walk
 from eagle3_jax.draft import model
-from eagle3_jax.errors import DataError
+from eagle3_jax.errors import ConfigError, DataError
 from eagle3_jax.target import weights
 from eagle3_jax.target.capture import capture as capture_features
 from eagle3_jax.target.model import Target
@@ -28,7 +28,7 @@ RESULT, ANSWERS = "evaluate.json", "answers.jsonl"  # in the run directory
 
 def prepare_data(config: RunConfig) -> dict:
     """`eagle3 prepare`: the data card."""
-    files = setup.find_target(config)
+    files = setup.checked_target(config)
     texts = [p["prompt"] for p in setup.evaluation_prompts(config)]
     source = defaults.resolve_conversations(config.data.path)
     return prepare.prepare(
@@ -38,7 +38,7 @@ def prepare_data(config: RunConfig) -> dict:
 
 def capture(config: RunConfig) -> features.Store:
     """`eagle3 capture`: the finished feature store."""
-    files = setup.find_target(config)
+    files = setup.checked_target(config)
     mesh = axes.make_mesh(config.mesh.data, config.mesh.model)
     target, params = setup.load_target(config, files, mesh)
     ends = chat.end_tokens(setup.tokenizer(files))
@@ -61,8 +61,9 @@ def evaluator(
 ) -> Callable[[checkpoint.Step, str | None], dict]:
     """`evaluate` as a function of step and `save_as`, with the target loaded and compiled for once."""
     axes.virtual_cpus(os.cpu_count() or 1)  # reading the run already puts the devices to use
-    meta = checkpoint.load_draft(run).meta
-    config = configuration.override(configuration.from_dict(meta["config"], str(run)), overrides)
+    newest = checkpoint.load_draft(run)
+    meta = newest.meta
+    config = configuration.override(configuration.to_serve(meta["config"], str(run)), overrides)
     mesh = axes.data_mesh(config.mesh.data)
     files, target, params = _serving_target(config, meta, mesh)
     tok = setup.tokenizer(files)
@@ -71,6 +72,10 @@ def evaluator(
         for p in defaults.evaluation_prompts(config.evaluate.prompts)[: config.evaluate.max_prompts]
     ]
     e, plan = config.evaluate, config.evaluate.drafting()
+    if plan.topk > newest.shape.draft_vocab_size:
+        raise ConfigError(
+            f"evaluate.topk={plan.topk} exceeds the draft's vocabulary of {newest.shape.draft_vocab_size}"
+        )
     longest = max(len(p["ids"]) for p in prompts) + e.max_new_tokens + plan.steps + 1
     if longest > target.shape.max_position_embeddings:
         raise DataError(
@@ -108,7 +113,7 @@ def curve(run: str | Path) -> list[dict]:
     answers = [json.loads(line) for line in (Path(run) / ANSWERS).read_text().splitlines()]
     minutes = {0: 0.0} | {line["step"]: line["seconds"] / 60 for line in metrics.read(run)}
     drafts = [checkpoint.load_draft(run, step) for step in checkpoint.steps_of(run)]
-    config = configuration.from_dict(drafts[0].meta["config"], str(run))
+    config = configuration.to_serve(drafts[0].meta["config"], str(run))
     mesh = axes.data_mesh(config.mesh.data)
     _, target, params = _serving_target(config, drafts[0].meta, mesh)
     texts = [Text(a["prompt"], a["tokens"]) for a in answers]
@@ -121,7 +126,7 @@ def curve(run: str | Path) -> list[dict]:
     return points
 
 
-def _serving_target(config: RunConfig, meta: dict, mesh):
+def _serving_target(config: ServeConfig, meta: dict, mesh):
     """The target that a draft was trained for: its files, model and parameters. Raises DataError for another one."""
     files = setup.find_target(config)
     now, then = weights.digest(files.directory), meta["target"]["weights_digest"]

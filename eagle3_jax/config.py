@@ -3,7 +3,7 @@
 import difflib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 import pydantic
 import yaml
@@ -11,6 +11,8 @@ import yaml
 from eagle3_jax.decode.drafting import Drafting, drafting
 from eagle3_jax.errors import ConfigError
 from eagle3_jax.target.shape import TargetShape, check_aux_layers
+
+FREEZE = ("embedding/.*", "target/.*")
 
 
 class Section(pydantic.BaseModel):
@@ -75,7 +77,7 @@ class Train(Section):
     final_learning_rate: float = pydantic.Field(default=0.0, ge=0)
     weight_decay: float = pydantic.Field(default=0.0, ge=0)
     clip: float = pydantic.Field(default=0.5, gt=0)
-    freeze: tuple[str, ...] = ("embedding/.*", "target/.*")
+    freeze: tuple[str, ...] = FREEZE
     save_every: pydantic.PositiveInt
     keep: pydantic.PositiveInt = 3  # newest checkpoints; the best one is kept beside them
     evaluate_every: pydantic.PositiveInt | None = None  # steps; on held-out conversations, see `evaluate`
@@ -113,14 +115,19 @@ class Evaluate(Section):
         return drafting(self.steps, self.topk, self.tokens, "evaluate.")
 
 
-class RunConfig(Section):
+class ServeConfig(Section):
+    """What decoding with a draft takes; all that an imported run knows."""
+
     target: Target
+    mesh: MeshSize = MeshSize()
+    evaluate: Evaluate = Evaluate()
+
+
+class RunConfig(ServeConfig):
     data: Data
     draft: Draft
     store: Store | None = None
     train: Train
-    mesh: MeshSize = MeshSize()
-    evaluate: Evaluate = Evaluate()
 
     @pydantic.model_validator(mode="after")
     def _pairs(self):
@@ -165,6 +172,9 @@ class RunConfig(Section):
         return self
 
 
+Kind = TypeVar("Kind", bound=ServeConfig)
+
+
 def check(config: RunConfig, shape: TargetShape) -> None:
     """What can only be judged with the target's sizes at hand. Raises ConfigError."""
     ids = config.target.aux_layers
@@ -205,25 +215,30 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     return from_dict(tree, where=str(path))
 
 
-def from_dict(tree: dict, where: str = "config") -> RunConfig:
+def from_dict(tree: dict, where: str = "config", kind: type[Kind] = RunConfig) -> Kind:
     """RunConfig of a nested dict, as stored in a checkpoint's meta. Raises ConfigError."""
     try:
-        return RunConfig.model_validate(_tuples(tree))
+        return kind.model_validate(_tuples(tree))
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
     except pydantic.ValidationError as error:
-        raise ConfigError(f"{where}: {_first(error)}") from None
+        raise ConfigError(f"{where}: {_first(error, kind)}") from None
 
 
-def override(config: RunConfig, items: Sequence[str]) -> RunConfig:
+def to_serve(tree: dict, where: str) -> ServeConfig:
+    """ServeConfig of a checkpoint's configuration. Raises ConfigError."""
+    return from_dict({k: tree[k] for k in ServeConfig.model_fields if k in tree}, where, ServeConfig)
+
+
+def override(config: Kind, items: Sequence[str]) -> Kind:
     """The configuration with `section.key=value` overrides applied. Raises ConfigError."""
     tree = to_dict(config)
     for item in items:
         _override(tree, item)
-    return from_dict(tree, where="override")
+    return from_dict(tree, "override", type(config))
 
 
-def to_dict(config: RunConfig) -> dict:
+def to_dict(config: ServeConfig) -> dict:
     """Plain JSON values; `from_dict` reads them back."""
     return config.model_dump(mode="json")
 
@@ -258,12 +273,12 @@ def _tuples(node):
     return node
 
 
-def _first(error: pydantic.ValidationError) -> str:
+def _first(error: pydantic.ValidationError, kind: type[ServeConfig]) -> str:
     details = error.errors()[0]
     where = [str(part) for part in details["loc"]]
     key = ".".join(where)
     if details["type"] == "extra_forbidden":
-        known = _known(where[:-1])
+        known = _known(where[:-1], kind)
         near = difflib.get_close_matches(where[-1], known, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(sorted(known))}"
         return f"unknown key {key!r}; {hint}"
@@ -274,8 +289,7 @@ def _first(error: pydantic.ValidationError) -> str:
     return f"{key}={details['input']!r}: {details['msg'][0].lower()}{details['msg'][1:]}"
 
 
-def _known(section: list[str]) -> list[str]:
-    model = RunConfig
+def _known(section: list[str], model: type[Section]) -> list[str]:
     for name in section:
         kinds = [
             model.model_fields[name].annotation,

@@ -57,6 +57,6 @@ def build(counts: np.ndarray, draft_vocab_size: int, always: tuple[int, ...] = (
     return VocabMap(chosen - np.arange(draft_vocab_size), t2d)
 
 
-def coverage(counts: np.ndarray, t2d: np.ndarray) -> float:
-    """Share of the supervised tokens that the draft can propose, 0 .. 1."""
-    return float(counts[t2d].sum() / max(counts.sum(), 1))
+def coverage(counts: np.ndarray, ids: np.ndarray) -> float:
+    """Share of the supervised tokens that a draft can propose whose target ids [U] are these, 0 .. 1."""
+    return float(counts[ids].sum() / max(counts.sum(), 1))

@@ -399,6 +399,10 @@ def _fits(where: Path, tree) -> None:
 
 
 def _same_config(run: Path, there: dict, wanted: dict) -> None:
+    if "train" not in there:
+        raise CheckpointError(
+            f"{run}: an imported draft; to start from it set train.init={run} and another train.run"
+        )
     there, wanted = _dotted(there), _dotted(_plain(wanted))
     for key in [*wanted, *(k for k in there if k not in wanted)]:
         if there.get(key) != wanted.get(key) and not any(f"{key}.".startswith(f"{f}.") for f in FREE):

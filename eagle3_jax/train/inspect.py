@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from eagle3_jax import tensors
+from eagle3_jax.config import FREEZE
 from eagle3_jax.draft import model
 from eagle3_jax.errors import CheckpointError, WeightError
 from eagle3_jax.train import checkpoint, manifest
@@ -98,7 +99,7 @@ def inspect(run_dir: str | Path, step: checkpoint.Step = None) -> Report:
     params, meta = checkpoint.read_step(run_dir, step)
     told = meta["manifest"]["leaves"]
     held, was, now = (manifest.flat(tree) for tree in (frozen, begun, params))
-    freeze = meta["config"]["train"]["freeze"]
+    freeze = meta["config"].get("train", {}).get("freeze", FREEZE)
     origins = _Origins(start_meta, frozen["d2t"], held | was)
     leaves, findings = {}, []
 
@@ -204,6 +205,8 @@ class _Origins:
             return self._random(path, int(origin.removeprefix(manifest.RANDOM)))
         if origin.startswith(manifest.COPIED):
             return self._copied(path, origin.removeprefix(manifest.COPIED))
+        if origin.startswith(manifest.IMPORTED):
+            return "not verified: imported", []
         return self._warm(path, origin.removeprefix(manifest.WARM))
 
     @functools.cache  # noqa: B019 (one per report)

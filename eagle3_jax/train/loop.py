@@ -39,8 +39,7 @@ def train(config: RunConfig) -> Path:
     axes.check_batch(mesh, t.batch // t.micro_batches, "train.batch / train.micro_batches")
 
     # Target and data
-    files = setup.find_target(config)
-    shape = draft_shape.resolve(config, files.shape)
+    files = setup.checked_target(config)
     plain = configuration.to_dict(config)
     begun = checkpoint.holds(t.run, plain)
     digest = weights.digest(files.directory)
@@ -55,12 +54,14 @@ def train(config: RunConfig) -> Path:
         first = meta_then["manifest"]
         _same(t.run, "target.path", meta_then["target"]["weights_digest"], digest)
         _same(t.run, "data.prepared", first["facts"]["data"]["fingerprint"], card["fingerprint"])
-        d2t, facts = frozen_then["d2t"], first["facts"]
+        shape, d2t, facts = checkpoint.shape_of(meta_then), frozen_then["d2t"], first["facts"]
         origins = {path: leaf["origin"] for path, leaf in first["leaves"].items()}
         graph, draft = model.abstract(shape)[0], checkpoint.load_draft(t.run, 0).params
     else:
-        d2t, facts = _facts(config, files, source, card)
-        graph, draft, origins = setup.initial_draft(config, shape, files, d2t)
+        warm = setup.warm_start(config, files)
+        shape = draft_shape.resolve(config, files.shape) if warm is None else warm.shape
+        d2t, facts = _facts(config, files, source, card, warm, digest)
+        graph, draft, origins = setup.initial_draft(config, shape, files, d2t, warm)
 
     # Parameters and optimiser on the mesh
     target, target_tree, target_axes = setup.frozen_target(config, files, d2t, mesh)
@@ -195,13 +196,20 @@ def _put(mesh, letters: dict, tree: dict) -> dict:
     return jax.tree.map(lambda a, x: jax.device_put(x, axes.named(mesh, a, x.shape)), letters, tree)
 
 
-def _facts(config, files, source, card) -> tuple[np.ndarray, dict]:
-    """The vocabulary map and the run-level part of the manifest."""
+def _facts(config, files, source, card, warm, digest: str) -> tuple[np.ndarray, dict]:
+    """d2t and the run-level part of the manifest."""
     tok = setup.tokenizer(files)
-    made, counted = setup.vocabulary_map(config, source, chat.end_tokens(tok), files.shape.vocab_size)
-    facts = counted | dict(
-        vocabulary_map=manifest.digest(made.d2t), tokenizer_hash=card["request"]["tokenizer"],
+    kept = None if warm is None else warm.d2t
+    d2t, facts = setup.vocabulary_map(config, source, chat.end_tokens(tok), files.shape.vocab_size, kept)
+    facts |= dict(
+        vocabulary_map=manifest.digest(d2t), tokenizer_hash=card["request"]["tokenizer"],
         data={k: card[k] for k in ("fingerprint", "conversations", "tokens", "answers", "file", "refused")},
         held_out=card["held_out"], contamination=card["contamination"], versions=manifest.versions(),
     )  # fmt: skip
-    return made.d2t, facts
+    if warm is not None:
+        same = warm.meta["target"]["weights_digest"] == digest
+        facts["warm_start"] = dict(
+            run=config.train.init, step=warm.step, vocabulary_map="kept", trained_for="this target" if same
+            else f"a target of weights {warm.meta['target']['weights_digest'][:12]}",
+        )  # fmt: skip
+    return d2t, facts

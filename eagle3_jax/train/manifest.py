@@ -13,7 +13,8 @@ import numpy as np
 SEEDS = (0x243F6A88, 0x9E3779B9)
 CHUNK = 1 << 20  # words that the numpy version takes at a time
 
-RANDOM, COPIED, WARM = "random from seed ", "copied from target tensor ", "warm-started from "
+RANDOM, COPIED = "random from seed ", "copied from target tensor "
+WARM, IMPORTED = "warm-started from ", "imported from "
 
 
 def flat(tree) -> dict:
@@ -96,7 +97,7 @@ def build(
 
     state    live arrays, nested: draft, embedding and, where held in full, target
     labels   same tree, "train" or "frozen" at the leaves; leaves outside `state` are left out
-    origins  path -> `RANDOM`, `COPIED` or `WARM` followed by seed, tensor or run
+    origins  path -> `RANDOM`, `COPIED`, `WARM` or `IMPORTED` followed by seed, tensor, run or file and tensor
     facts    run level: vocabulary map, tokenizer, data, held-out split, coverage, versions, ...
     start    trained leaves at step 0, numpy or live; None at step 0
     begun    the manifest of step 0; None at step 0

@@ -14,10 +14,10 @@ from rich.table import Table
 
 from eagle3_jax import axes, defaults, tensors
 from eagle3_jax import config as configuration
-from eagle3_jax.config import RunConfig
+from eagle3_jax.config import RunConfig, ServeConfig
 from eagle3_jax.data import features, prepare, split, vocab
 from eagle3_jax.draft import model
-from eagle3_jax.draft.shape import DraftShape
+from eagle3_jax.draft.shape import DraftShape, aux_layers, resolve
 from eagle3_jax.draft.unroll import Vocabulary
 from eagle3_jax.errors import ConfigError, DataError, WeightError
 from eagle3_jax.target import shape as target_shape
@@ -48,19 +48,25 @@ class TargetFiles:
         return files[name][...] if ids is None else files[name][...][ids]
 
 
-def find_target(config: RunConfig) -> TargetFiles:
-    """The target's directory and sizes, checked against the configuration. Raises ConfigError."""
+def find_target(config: ServeConfig) -> TargetFiles:
+    """The target's directory and sizes. Raises ConfigError where they are not those of `target.shape`."""
     directory = defaults.resolve_target(config.target.path)
     shape = target_shape.read(directory)
     if config.target.shape not in (None, shape):
         there, wanted = shape.model_dump(), config.target.shape.model_dump()
         key = next(k for k in there if there[k] != wanted[k])
         raise ConfigError(f"target.shape.{key}={wanted[key]!r}, but {directory} has {there[key]!r}")
-    configuration.check(config, shape)
     return TargetFiles(directory, shape)
 
 
-def load_target(config: RunConfig, files: TargetFiles, mesh: Mesh) -> tuple[Target, dict]:
+def checked_target(config: RunConfig) -> TargetFiles:
+    """`find_target`, and the rest of the configuration checked against it. Raises ConfigError."""
+    files = find_target(config)
+    configuration.check(config, files.shape)
+    return files
+
+
+def load_target(config: ServeConfig, files: TargetFiles, mesh: Mesh) -> tuple[Target, dict]:
     target = Target(files.shape, config.target.aux_layers, config.target.dtype)
     return target, weights.load(files.directory, target, mesh)
 
@@ -99,15 +105,45 @@ def source_of(config: RunConfig, digest: str):
     return store, tokens.card
 
 
+def warm_start(config: RunConfig, files: TargetFiles) -> checkpoint.LoadedDraft | None:
+    """The draft that `train.init` names, None for "scratch". What the configuration leaves open is that draft's own.
+
+    Raises ConfigError where it reads other layers of the target, or this configuration asks for another draft.
+    """
+    if config.train.init == "scratch":
+        return None
+    there, wanted = checkpoint.load_draft(config.train.init), resolve(config, files.shape)
+    aux = list(aux_layers(config, files.shape))
+    if there.meta["aux_layers"] != aux:
+        raise ConfigError(
+            f"train.init={config.train.init}: its draft reads layers {there.meta['aux_layers']}, this config gives it "
+            f"{aux}; set target.aux_layers"
+        )
+    free = {"rms_norm_eps", "rope_theta", "rope_scaling", "max_position_embeddings"}  # the draft's own
+    free |= {key for key, value in config.draft if value is None}
+    for field in dataclasses.fields(wanted):
+        found, want = getattr(there.shape, field.name), getattr(wanted, field.name)
+        if found != want and field.name not in free:
+            raise ConfigError(
+                f"train.init={config.train.init}: its draft has {field.name}={found!r}, this config {want!r}"
+            )
+    shape = dataclasses.replace(there.shape, max_position_embeddings=wanted.max_position_embeddings)
+    return dataclasses.replace(there, shape=shape)
+
+
 def vocabulary_map(
-    config: RunConfig, source, ends: tuple[int, ...], vocab_size: int
-) -> tuple[vocab.VocabMap, dict]:
-    """The map by the rule, from the training side's supervised tokens, and facts for the manifest."""
+    config: RunConfig, source, ends: tuple[int, ...], vocab_size: int, kept: np.ndarray | None = None
+) -> tuple[np.ndarray, dict]:
+    """`d2t` by the rule, from the training side's supervised tokens, and facts for the manifest.
+
+    `kept` is the map of the draft that training starts from: its head's rows belong to those tokens.
+    """
     train_side = np.repeat(~np.asarray(source.held_out), np.diff(source.offsets))
     ids, span = np.asarray(source.ids), np.asarray(source.span)
     counts = vocab.counts(ids[train_side], span[train_side], vocab_size)
-    made = vocab.build(counts, config.draft.vocab_size, always=ends)
-    return made, {"supervised_tokens": int(counts.sum()), "coverage": vocab.coverage(counts, made.t2d)}
+    d2t = vocab.build(counts, config.draft.vocab_size, always=ends).d2t if kept is None else kept
+    covered = vocab.coverage(counts, d2t + np.arange(len(d2t)))
+    return d2t, {"supervised_tokens": int(counts.sum()), "coverage": covered}
 
 
 def device_vocabulary(d2t: np.ndarray, vocab_size: int) -> Vocabulary:
@@ -116,11 +152,14 @@ def device_vocabulary(d2t: np.ndarray, vocab_size: int) -> Vocabulary:
     return Vocabulary(jnp.asarray(d2t, jnp.int32), jnp.asarray(t2d))
 
 
-def initial_draft(config: RunConfig, shape: DraftShape, files: TargetFiles, d2t: np.ndarray):
+def initial_draft(
+    config: RunConfig, shape: DraftShape, files: TargetFiles, d2t: np.ndarray, warm: checkpoint.LoadedDraft | None
+):  # fmt: skip
     """(graph, float32 params on the host, path -> origin) at step 0."""
+    if warm is not None:
+        origin = f"{manifest.WARM}{config.train.init} step {warm.step}"
+        return model.abstract(shape)[0], warm.params, {f"draft/{n}": origin for n in optim.flat(warm.params)}
     seed = config.train.seed
-    if config.train.init != "scratch":
-        return _warm(config, shape, d2t)
     graph, params = model.init(shape, seed)
     params = jax.device_get(params)
     origins = {f"draft/{name}": f"{manifest.RANDOM}{seed}" for name in optim.flat(params)}
@@ -129,23 +168,6 @@ def initial_draft(config: RunConfig, shape: DraftShape, files: TargetFiles, d2t:
         params["lm_head"]["kernel"] = np.ascontiguousarray(rows.astype(np.float32).T)
         origins["draft/lm_head/kernel"] = f"{manifest.COPIED}{files.head_tensor}"
     return graph, params, origins
-
-
-def _warm(config: RunConfig, shape: DraftShape, d2t: np.ndarray):
-    there = checkpoint.load_draft(config.train.init)
-    if there.shape != shape:
-        key = next(
-            f.name
-            for f in dataclasses.fields(shape)
-            if getattr(shape, f.name) != getattr(there.shape, f.name)
-        )
-        raise ConfigError(
-            f"train.init={config.train.init}: its draft has {key}={getattr(there.shape, key)!r}, "
-            f"this config {getattr(shape, key)!r}"
-        )
-    graph, _, _ = model.abstract(shape)
-    origin = f"{manifest.WARM}{config.train.init} step {there.step}"
-    return graph, there.params, {f"draft/{name}": origin for name in optim.flat(there.params)}
 
 
 def frozen_target(config: RunConfig, files: TargetFiles, d2t: np.ndarray, mesh: Mesh):
