@@ -17,14 +17,17 @@ def found(step: int, shift: float = 0.0) -> dict:
 
 
 def train(run, at: int, to: int, shift: float = 0.0, evaluate_every: int = 3) -> None:
+    def evaluate(step: int) -> None:
+        line = dict(step=step, accept_length=1 + step / 16 + shift, chain="3-1-4", pairs=[[1, 2], [3, 4]])
+        log.evaluation(line | dict(held_out={"loss": 2.5, "accuracy": [0.25, step / 64]}))
+
     with metrics.Log(run, at, lambda step: 0.01 / (step + 1)) as log:
+        if at == 0 and evaluate_every <= to:
+            evaluate(0)
         for step in range(at + 1, to + 1):
             log.write(step, step / 10, found(step, shift))
             if step % evaluate_every == 0:
-                line = dict(step=step, accept_length=1 + step / 16 + shift, chain="3-1-4", prompts=5)
-                log.evaluation(
-                    line | dict(seconds=log.seconds, held_out={"loss": 2.5, "accuracy": [0.25, step / 64]})
-                )
+                evaluate(step)
 
 
 def reader(run) -> EventAccumulator:
@@ -42,14 +45,15 @@ def test_tensorboard_reads_the_values_of_the_log(tmp_path):
     train(tmp_path, 0, 6)
     read, told = events(reader(tmp_path)), metrics.read_evaluations(tmp_path)
     lines = metrics.read(tmp_path)
-    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6] and [x["step"] for x in told] == [3, 6]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6] and [x["step"] for x in told] == [0, 3, 6]
     wanted = {name: [(x["step"], x[name]) for x in lines] for name in ("loss", "learning_rate", "seconds")}
     wanted |= {f"accuracy/{k}": [(x["step"], x["accuracy"][k]) for x in lines] for k in (0, 1)}
     wanted["evaluation/accept_length"] = [(x["step"], x["accept_length"]) for x in told]
     wanted["evaluation/held_out/accuracy/1"] = [(x["step"], x["held_out"]["accuracy"][1]) for x in told]
     for tag, pairs in wanted.items():
         assert read[tag] == [(step, pytest.approx(x, rel=1e-6)) for step, x in pairs], tag
-    assert "evaluation/chain" not in read and "evaluation/step" not in read
+    other = {"evaluation/seconds", "evaluation/held_out/loss", "evaluation/held_out/accuracy/0"}
+    assert {tag for tag in read if tag.startswith("evaluation/")} - wanted.keys() == other
 
 
 def test_steps_that_a_killed_run_did_not_save_stand_nowhere_twice(tmp_path):
@@ -60,11 +64,11 @@ def test_steps_that_a_killed_run_did_not_save_stand_nowhere_twice(tmp_path):
         file.write('{"step": 9, "lo')
     train(tmp_path, 5, 7)
     assert [x["step"] for x in metrics.read(tmp_path)] == [1, 2, 3, 4, 5, 6, 7]
-    assert [x["accept_length"] for x in metrics.read_evaluations(tmp_path)] == [1 + 3 / 16 + 10, 1 + 6 / 16]
+    assert [x["accept_length"] for x in metrics.read_evaluations(tmp_path)] == [11, 11 + 3 / 16, 1 + 6 / 16]
     for accumulator in (reader(tmp_path), open_since_then):
         loss = events(accumulator)["loss"]
         assert loss == [(s, 13 - s / 8) for s in (1, 2, 3, 4, 5)] + [(s, 3 - s / 8) for s in (6, 7)]
-        assert [step for step, _ in events(accumulator)["evaluation/accept_length"]] == [3, 6]
+        assert [step for step, _ in events(accumulator)["evaluation/accept_length"]] == [0, 3, 6]
     assert sum(p.stat().st_size > 0 for p in (tmp_path / DIRECTORY).iterdir()) == 1
 
 

@@ -50,9 +50,11 @@ class Events:
 
 
 def scalars(value, tag: str = "") -> Iterator[tuple[str, float]]:
-    """`accuracy/0`, `held_out/loss` and so on of nested lists and dicts; what is no number is left out."""
-    if isinstance(value, dict | list):
-        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from scalars(inner, f"{tag}/{key}" if tag else str(key))
-    elif isinstance(value, int | float) and not isinstance(value, bool):
+    """`accuracy/0`, `held_out/loss` and so on of dicts and lists; what is no number, or a list of lists, is left out."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from scalars(inner, f"{tag}/{key}" if tag else key)
+    elif isinstance(value, list):
+        yield from ((f"{tag}/{k}", x) for k, x in enumerate(value) if isinstance(x, int | float))
+    elif isinstance(value, int | float):
         yield tag, value

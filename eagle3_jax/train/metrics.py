@@ -29,7 +29,7 @@ class Log:
     def __init__(self, run: str | Path, at: int, learning_rate: Callable):
         self._run, self._learning_rate = Path(run), learning_rate
         lines = _cut(self._run / FILE, at)
-        _cut(self._run / EVALUATIONS, at)
+        self.evaluations = _cut(self._run / EVALUATIONS, at)
         self._before, self._began = lines[-1]["seconds"] if lines else 0.0, time.monotonic()
 
     def __enter__(self):
@@ -54,8 +54,16 @@ class Log:
         return f"loss {values['loss']:.3f}, accuracy {' '.join(f'{a:.2f}' for a in values['accuracy'])}"
 
     def evaluation(self, line: dict) -> None:
-        """Append the line of an evaluation; it holds at least `step`."""
+        """Append the line of an evaluation: `step`, what was measured, and seconds of training unless it says so."""
+        line = {"seconds": self.seconds} | line
         self._append(EVALUATIONS, EVALUATION, line)
+        self.evaluations.append(line)
+
+    def evaluated(self, step: int) -> bool:
+        return any(line["step"] == step for line in self.evaluations)
+
+    def accept_length(self, step: int) -> float | None:
+        return next((line.get("accept_length") for line in self.evaluations if line["step"] == step), None)
 
     def _append(self, file: str, prefix: str, line: dict) -> None:
         self._events.write(prefix, line)
@@ -66,7 +74,7 @@ class Log:
     def _events(self) -> Events:
         """Begun with the first line: a finished run that is started again stays as it is."""
         lines = [("", line) for line in read(self._run)]
-        lines += [(EVALUATION, line) for line in read_evaluations(self._run)]
+        lines += [(EVALUATION, line) for line in self.evaluations]
         return Events(self._run, sorted(lines, key=lambda pair: pair[1]["step"]), self.seconds)
 
 
