@@ -50,7 +50,7 @@ class Events:
 
 
 def scalars(value, tag: str = "") -> Iterator[tuple[str, float]]:
-    """`accuracy/0`, `held_out/loss` and so on of dicts and lists; what is no number, or a list of lists, is left out."""
+    """`accuracy/0`, `held_out/loss` and so on of dicts and lists; texts and lists of lists are left out."""
     if isinstance(value, dict):
         for key, inner in value.items():
             yield from scalars(inner, f"{tag}/{key}" if tag else key)
