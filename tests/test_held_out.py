@@ -42,7 +42,7 @@ def run(root):
 
 def test_accept_length_is_that_of_decoding_the_held_out_prompts(root, run):
     config = tiny.config(root, *EVERY)
-    lines = metrics.evaluations(run)
+    lines = metrics.read_evaluations(run)
     assert [line["step"] for line in lines] == [0, 4, 8, 10]
     files, store = setup.find_target(config), features.open_store(config.store.path)
     prompts = []
@@ -80,12 +80,12 @@ def test_it_changes_nothing_of_the_training_and_comes_once_after_a_stop(root, ru
         patch.setattr(checkpoint.Steps, "save", _until(6))
         with pytest.raises(KeyboardInterrupt):
             train(five)
-    assert checkpoint.steps_of(part)[-1] < 6 and metrics.evaluations(part)[-1]["step"] == 8
+    assert checkpoint.steps_of(part)[-1] < 6 and metrics.read_evaluations(part)[-1]["step"] == 8
     train(five)
     digests = [checkpoint.read_meta(r, 10)["digests"] for r in (run, plain, part)]
     assert digests[0] == digests[1] == digests[2]
     then, now = (
-        [{k: v for k, v in line.items() if k != "seconds"} for line in metrics.evaluations(r)]
+        [{k: v for k, v in line.items() if k != "seconds"} for line in metrics.read_evaluations(r)]
         for r in (run, part)
     )
     assert now == then
@@ -105,7 +105,7 @@ def _until(step):
 def test_held_out_loss_does_not_depend_on_how_its_rows_are_packed(root, run, tmp_path):
     told = ("train.batch=3", "train.row_length=160", "train.steps=1", "train.warmup=0")
     other = train(tiny.config(root, *EVERY, f"train.run={tmp_path / 'run'}", *told))
-    then, now = (metrics.evaluations(r)[0]["held_out"] for r in (run, other))
+    then, now = (metrics.read_evaluations(r)[0]["held_out"] for r in (run, other))
     for name, value in then.items():
         np.testing.assert_allclose(now[name], value, rtol=1e-5, err_msg=name)
 

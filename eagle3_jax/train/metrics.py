@@ -1,5 +1,7 @@
-"""RUN/metrics.jsonl: what training measured, a line every `log_every` steps and at every checkpoint."""
+"""What training measured: RUN/metrics.jsonl, a line every `log_every` steps and at every checkpoint, and
+RUN/evaluations.jsonl, a line per evaluation; both also as TensorBoard events."""
 
+import functools
 import json
 import math
 import os
@@ -11,6 +13,7 @@ import jax
 import numpy as np
 
 from eagle3_jax.errors import DataError
+from eagle3_jax.train.events import EVALUATION, Events
 
 FILE, EVALUATIONS = "metrics.jsonl", "evaluations.jsonl"  # in the run directory
 NAMED = 16  # conversations of a bad batch that the message names
@@ -24,33 +27,37 @@ class Log:
     """
 
     def __init__(self, run: str | Path, at: int, learning_rate: Callable):
-        self._path, self._learning_rate = Path(run) / FILE, learning_rate
-        lines = _cut(self._path, at)
-        self.evaluations = _cut(self._path.with_name(EVALUATIONS), at)
+        self._run, self._learning_rate = Path(run), learning_rate
+        lines = _cut(self._run / FILE, at)
+        self.evaluations = _cut(self._run / EVALUATIONS, at)
         self._before, self._began = lines[-1]["seconds"] if lines else 0.0, time.monotonic()
 
     def __enter__(self):
-        self._file = open(self._path, "a")
         return self
 
     def __exit__(self, *_):
-        self._file.close()
+        if "_events" in self.__dict__:
+            self._events.close()
+
+    @property
+    def seconds(self) -> float:
+        """Of training so far, those before a restart among them."""
+        return self._before + time.monotonic() - self._began
 
     def write(self, step: int, epoch: float, metrics: dict) -> str:
         """Append a line and return a short text."""
         values = {name: np.asarray(x).tolist() for name, x in jax.device_get(metrics).items()}
-        seconds = self._before + time.monotonic() - self._began
         rate = float(self._learning_rate(step - 1))
-        line = dict(step=step, epoch=epoch, seconds=seconds, learning_rate=rate) | values
-        self._file.write(json.dumps(line) + "\n")
-        self._file.flush()
+        self._append(
+            FILE, "", dict(step=step, epoch=epoch, seconds=self.seconds, learning_rate=rate) | values
+        )
         return f"loss {values['loss']:.3f}, accuracy {' '.join(f'{a:.2f}' for a in values['accuracy'])}"
 
     def evaluation(self, line: dict) -> None:
-        line = line | {"seconds": self._before + time.monotonic() - self._began}
+        """Append the line of an evaluation: `step`, what was measured, and seconds of training unless it says so."""
+        line = {"seconds": self.seconds} | line
+        self._append(EVALUATIONS, EVALUATION, line)
         self.evaluations.append(line)
-        with self._path.with_name(EVALUATIONS).open("a") as file:
-            file.write(json.dumps(line) + "\n")
 
     def evaluated(self, step: int) -> bool:
         return any(line["step"] == step for line in self.evaluations)
@@ -58,21 +65,30 @@ class Log:
     def accept_length(self, step: int) -> float | None:
         return next((line.get("accept_length") for line in self.evaluations if line["step"] == step), None)
 
+    def _append(self, file: str, prefix: str, line: dict) -> None:
+        self._events.write(prefix, line)
+        with open(self._run / file, "a") as out:
+            out.write(json.dumps(line) + "\n")
+
+    @functools.cached_property
+    def _events(self) -> Events:
+        """Begun with the first line: a finished run that is started again stays as it is."""
+        lines = [("", line) for line in read(self._run)]
+        lines += [(EVALUATION, line) for line in self.evaluations]
+        return Events(self._run, sorted(lines, key=lambda pair: pair[1]["step"]), self.seconds)
+
 
 def read(run: str | Path) -> list[dict]:
     """The lines of a run; none where there is no file. A last line that was cut off is left out."""
-    return _lines(Path(run) / FILE)
+    return _read(Path(run) / FILE)
 
 
-def _cut(path: Path, at: int) -> list[dict]:
-    lines = [line for line in _lines(path) if line["step"] <= at]
-    part = path.with_name(f"{path.name}.part")
-    part.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    os.replace(part, path)
-    return lines
+def read_evaluations(run: str | Path) -> list[dict]:
+    """The evaluations during a run, as `read`."""
+    return _read(Path(run) / EVALUATIONS)
 
 
-def _lines(path: Path) -> list[dict]:
+def _read(path: Path) -> list[dict]:
     lines = []
     for text in path.read_text().splitlines() if path.exists() else ():
         try:
@@ -82,8 +98,15 @@ def _lines(path: Path) -> list[dict]:
     return lines
 
 
-def evaluations(run):
-    return _lines(Path(run) / EVALUATIONS)
+def _cut(path: Path, at: int) -> list[dict]:
+    """Take out the lines after step `at`, and what was cut off; returns the others."""
+    lines = [line for line in _read(path) if line["step"] <= at]
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    if path.exists() and path.read_text() != text:
+        part = path.with_name(f"{path.name}.part")
+        part.write_text(text)
+        os.replace(part, path)
+    return lines
 
 
 def check(step: int, metrics: dict, conversations: Callable[[int], Sequence[int]]) -> None:
