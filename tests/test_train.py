@@ -77,6 +77,22 @@ def test_five_steps_a_stop_and_five_more_equal_ten_steps_bit_for_bit(root, whole
     assert positions[0]["consumed"] == 10 and positions[0] == positions[1]
 
 
+def test_a_run_of_eight_devices_goes_on_with_two(root, tmp_path):
+    told = ("train.batch=8", f"train.run={tmp_path / 'eight'}")
+    eight = train(tiny.config(root, *told, "mesh.data=8"))
+    two = tmp_path / "two"
+    shutil.copytree(eight, two)
+    shutil.rmtree(two / "steps" / "10")
+    train(tiny.config(root, told[0], f"train.run={two}", "mesh.data=2"))
+    assert losses(two)[:5] == losses(eight)[:5] and len(losses(two)) == 10
+    np.testing.assert_allclose(losses(two), losses(eight), rtol=1e-5)
+    then, now = (json.loads((r / "steps/10/data/metadata").read_text()) for r in (eight, two))
+    assert then == now
+    a, b = (manifest.flat(checkpoint.load_draft(r).params) for r in (eight, two))
+    for name, x in a.items():
+        np.testing.assert_allclose(b[name], x, atol=1e-4 * np.abs(x).max(), err_msg=name)
+
+
 def test_a_finished_run_trains_no_further_and_another_config_is_refused(root, whole):
     before = (whole / "metrics.jsonl").read_text()
     train(tiny.config(root))
