@@ -87,6 +87,7 @@ def evaluate(
     steps: Annotated[int | None, typer.Option(help="evaluate.steps: levels of drafts")] = None,
     topk: Annotated[int | None, typer.Option(help="evaluate.topk: 1 drafts a chain, more a tree")] = None,
     tokens: Annotated[int | None, typer.Option(help="evaluate.tokens: verified together; a tree's size")] = None,
+    temperature: Annotated[float | None, typer.Option(help="evaluate.temperature: 0 is greedy")] = None,
     verify: Annotated[bool, typer.Option("--verify", help="then `bridge verify RUN`: SGLang beside it")] = False,
     as_json: Annotated[bool, typer.Option("--json")] = False,
 ):  # fmt: skip
@@ -98,8 +99,12 @@ def evaluate(
         raise ConfigError(
             f"--verify compares what is saved in the run, which --step {step} is not: leave one out"
         )
+    if verify and temperature:
+        raise ConfigError("--verify compares greedy answers: leave --temperature out")
     told = [
-        f"evaluate.{k}={v}" for k, v in dict(steps=steps, topk=topk, tokens=tokens).items() if v is not None
+        f"evaluate.{k}={v}"
+        for k, v in dict(steps=steps, topk=topk, tokens=tokens, temperature=temperature).items()
+        if v is not None
     ]
     if topk == 1 and tokens is None:
         told.append("evaluate.tokens=null")  # a tree's, if the run's configuration has one

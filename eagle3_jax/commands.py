@@ -14,6 +14,7 @@ from eagle3_jax import config as configuration
 from eagle3_jax.config import RunConfig, ServeConfig
 from eagle3_jax.data import chat, features, prepare
 from eagle3_jax.decode import evaluate as evaluation
+from eagle3_jax.decode.sampling import Sampling
 from eagle3_jax.decode.speculate import DraftWeights, Speculator
 from eagle3_jax.decode.walk import Text, Texts, walk
 from eagle3_jax.draft import model
@@ -82,7 +83,8 @@ def evaluator(
             f"a prompt and evaluate.max_new_tokens={e.max_new_tokens} take {longest} positions, "
             f"the target has {target.shape.max_position_embeddings}"
         )
-    speculator = Speculator(target, plan, mesh)
+    sampling = Sampling(temperature=e.temperature, seed=e.seed)
+    speculator = Speculator(target, plan, mesh, sampling)
 
     def at(step: checkpoint.Step, save_as: str | None) -> dict:
         draft = checkpoint.load_draft(run, step)
@@ -93,8 +95,12 @@ def evaluator(
         head = {"accept_length": result.pop("accept_length"), "step": draft.step, "run": str(run)}
         result = head | {"target": str(files.directory)} | result
         if save_as is not None:
-            save_json(Path(run) / save_as, result)
-        if save_as == RESULT:
+            # What is exported and compared with engines is greedy.
+            name = (
+                save_as.replace(".json", f"-temperature-{e.temperature:g}.json") if e.temperature else save_as
+            )
+            save_json(Path(run) / name, result)
+        if save_as == RESULT and not e.temperature:
             pairs = zip(prompts, answers, strict=True)
             lines = [
                 json.dumps({"id": p["id"], "prompt": p["ids"]} | dataclasses.asdict(a)) for p, a in pairs
@@ -195,16 +201,17 @@ def describe_evaluation(result: dict) -> str:
     kind = "chain" if s["topk"] == 1 else "tree"
     where = " ".join(f"{p:.2f}" for p in result["acceptance_by_position"])
     categories = ", ".join(f"{name} {value:.2f}" for name, value in result["by_category"].items())
-    decoded = result["greedy"]
-    return "\n".join(
-        [
-            f"step {result['step']}: accept length {result['accept_length']:.3f} (95 % {low:.3f} .. {high:.3f})",
-            f"  = {result['definition']}",
-            f"  {kind} {s[kind]}, {s['prompts']} prompts, greedy, {s['max_new_tokens']} tokens, {s['dtype']}",
-            f"accepted by position: {where} ({result['accepted_drafts']:,} in {result['verify_forwards']:,} verifies)",
-            f"as SGLang counts: request {result['sglang_request']:.3f}, server {result['sglang_server']:.3f}",
-            f"by category: {categories}",
-            f"answers that end in a loop: {result['looping']:.0%}",
-            f"text equals greedy decoding: {len(decoded['near_ties'])} near ties in {decoded['tokens']:,} tokens",
-        ]
-    )
+    how = f"temperature {s['temperature']:g}, seed {s['seed']}" if s["temperature"] else "greedy"
+    lines = [
+        f"step {result['step']}: accept length {result['accept_length']:.3f} (95 % {low:.3f} .. {high:.3f})",
+        f"  = {result['definition']}",
+        f"  {kind} {s[kind]}, {s['prompts']} prompts, {how}, {s['max_new_tokens']} tokens, {s['dtype']}",
+        f"accepted by position: {where} ({result['accepted_drafts']:,} in {result['verify_forwards']:,} verifies)",
+        f"as SGLang counts: request {result['sglang_request']:.3f}, server {result['sglang_server']:.3f}",
+        f"by category: {categories}",
+        f"answers that end in a loop: {result['looping']:.0%}",
+    ]
+    if (decoded := result.get("greedy")) is not None:
+        ties = f"{len(decoded['near_ties'])} near ties in {decoded['tokens']:,} tokens"
+        lines.append(f"text equals greedy decoding: {ties}")
+    return "\n".join(lines)

@@ -102,6 +102,8 @@ class Evaluate(Section):
     tokens: pydantic.PositiveInt | None = (
         None  # verified together, the bonus among them; None: a chain's steps+1
     )
+    temperature: float = pydantic.Field(default=0.0, ge=0)  # 0: greedy
+    seed: int = pydantic.Field(default=0, ge=0, lt=2**31)  # of a temperature's draws
     batch: pydantic.PositiveInt = 16
     held_out_prompts: pydantic.PositiveInt = 32  # for the accept length during training
     held_out_rows: pydantic.PositiveInt = 64  # packed rows, for the loss and accuracy during training

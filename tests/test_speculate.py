@@ -173,9 +173,9 @@ class Told(Speculator):
         self.__dict__.update(vars(compiled))
         self.texts, self.right = texts, right
 
-    def batch(self, target_params, weights, prompts, length):
+    def batch(self, target_params, weights, prompts, length, streams):
         self.rows = [next(t for t in self.texts if t[: len(p)] == list(p)) for p in prompts]
-        return super().batch(target_params, weights, prompts, length)
+        return super().batch(target_params, weights, prompts, length, streams)
 
     def round(self, target_params, weights, state, active_B):
         drafts, parents = np.array(state["drafts"]), np.array(state["parents"])

@@ -32,28 +32,30 @@ def evaluate(
 
     Raises DataError where the decoder's text is not the target's greedy text.
     """
-    target, plan = speculator.target, speculator.plan
+    target, plan, sampling = speculator.target, speculator.plan, speculator.sampling
     batch = min(batch, len(prompts))
     with bar(label, len(prompts) * max_new_tokens, "tokens") as progress:
         answers = decode(
             speculator, params, weights, [p["ids"] for p in prompts], max_new_tokens=max_new_tokens,
             end_tokens=end_tokens, batch=batch, advance=progress.advance,
         )  # fmt: skip
-    excused = check_greedy(target, params, prompts, answers, batch, mesh)
     result = summary(prompts, answers, plan.steps) | {
-        "greedy": {
-            "tokens": sum(len(a.tokens) for a in answers),
-            "near_ties": excused,
-            "rule": "the two candidates' logits within {:.0e} relative, at most 1 token in {:.0f}".format(
-                *_tie_rule(target)
-            ),
-        },
         "settings": {
-            plan.kind: plan.name, "steps": plan.steps, "topk": plan.topk, "tokens": plan.tokens, "temperature": 0,
-            "prompts": len(prompts), "max_new_tokens": max_new_tokens, "dtype": str(target.dtype),
+            plan.kind: plan.name, "steps": plan.steps, "topk": plan.topk, "tokens": plan.tokens,
+            "temperature": sampling.temperature, "prompts": len(prompts), "max_new_tokens": max_new_tokens,
+            "dtype": str(target.dtype),
         },
         "definition": DEFINITION,
     }  # fmt: skip
+    if sampling.temperature:
+        result["settings"]["seed"] = sampling.seed
+        return result, answers
+    tie, one_in = _tie_rule(target)
+    result["greedy"] = {
+        "tokens": sum(len(a.tokens) for a in answers),
+        "near_ties": check_greedy(target, params, prompts, answers, batch, mesh),
+        "rule": f"the two candidates' logits within {tie:.0e} relative, at most 1 token in {one_in:.0f}",
+    }
     return result, answers
 
 

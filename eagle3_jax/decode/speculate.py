@@ -1,7 +1,8 @@
-"""Greedy speculative decoding, batched and jitted, as SGLang runs it: a chain of drafts, or a tree (topk > 1).
+"""Speculative decoding, batched and jitted, as SGLang runs it: a chain of drafts, or a tree (topk > 1).
 
 One round: the target verifies the bonus and the drafts after it; the drafts on the way from the bonus along its own
-choices are accepted and its choice after them is the next bonus; the draft then re-reads the accepted tokens with real
+choices are accepted and its choice after them is the next bonus (its choice: the best token or, with a temperature,
+one drawn at each node, see `_choices`); the draft then re-reads the accepted tokens with real
 target states ("extend") and drafts anew on its own states. The draft's keys of drafted rows are scratch.
 
 Row n-1 of the draft reads the embedding of x[n] and the target states of x[n-1]; n counts the tokens that the
@@ -21,6 +22,7 @@ from jax.sharding import Mesh
 from eagle3_jax import axes
 from eagle3_jax.decode import tree
 from eagle3_jax.decode.drafting import Drafting
+from eagle3_jax.decode.sampling import GREEDY, Sampling, choose
 from eagle3_jax.draft import model
 from eagle3_jax.layers import cached_attention, empty_cache, keep_slots, slots_seen
 from eagle3_jax.target.model import Target
@@ -112,6 +114,21 @@ def extend_and_draft(weights: DraftWeights, cache, ids_BT, aux_BTM, start_B, pic
     return *tree.choose(token_BP, score_BP, parent_BP, plan.tokens - 1), cache
 
 
+def _choices(logits_BTV, sampling: Sampling, stream_B, place_BT):
+    """The target's choice after every node, the best logit, the runner-up and its logit, each [B, T].
+
+    A draft is right if it is what was drawn at its parent: it is accepted with the target's own probability of it,
+    and what stands in the place of a rejected one comes from the rest. That is verification by the target alone
+    (SGLang's tree_speculative_sampling_target_only, thresholds 1): the text is distributed as the target's own.
+    """
+    two = _best_two(logits_BTV)
+    if sampling.temperature == 0:
+        return two
+    B, T, V = logits_BTV.shape
+    drawn = choose(logits_BTV.reshape(B * T, V), sampling, jnp.repeat(stream_B, T), place_BT.reshape(B * T))
+    return drawn.reshape(B, T), *two[1:]
+
+
 def _best_two(logits_BTV):
     """Argmax, its logit, the runner-up and its logit, each [B, T]."""
     best = jnp.argmax(logits_BTV, axis=-1)
@@ -123,35 +140,44 @@ def _best_two(logits_BTV):
 class Speculator:
     """Compiled prefill and round of one target and way of drafting; rows are spread over the data axis."""
 
-    def __init__(self, target: Target, plan: Drafting, mesh: Mesh):
-        self.target, self.plan, self.shards = target, plan, mesh.shape["data"]
+    def __init__(self, target: Target, plan: Drafting, mesh: Mesh, sampling: Sampling = GREEDY):
+        self.target, self.plan, self.sampling, self.shards = target, plan, sampling, mesh.shape["data"]
         self._prefill = axes.over_rows(self._prefill_impl, mesh, arguments=4, whole=1, donate=(1,))
-        self._start = axes.over_rows(self._start_impl, mesh, arguments=8, whole=2, donate=(2, 3))
+        self._start = axes.over_rows(self._start_impl, mesh, arguments=9, whole=2, donate=(2, 3))
         self._round = axes.over_rows(self._round_impl, mesh, arguments=4, whole=2, donate=(2,))
 
     def _prefill_impl(self, target_params, cache, ids_BT, start_B):
         aux, final, cache = self.target.decode(target_params, cache, ids_BT, start_B)
         return cache, (aux, final)
 
-    def _start_impl(self, target_params, weights, cache, draft_cache, aux_BTM, final_BTD, ids_BT, n_B):
+    def _start_impl(
+        self, target_params, weights, cache, draft_cache, aux_BTM, final_BTD, ids_BT, n_B, stream_B
+    ):
         rows = jnp.arange(len(n_B))
-        two = _best_two(self.target.logits(target_params, final_BTD[rows, n_B - 1][:, None]))
+        logits_B1V = self.target.logits(target_params, final_BTD[rows, n_B - 1][:, None])
+        two = _choices(logits_B1V, self.sampling, stream_B, n_B[:, None])
         bonus_B = two[0][:, 0]
         next_BT = jnp.pad(ids_BT[:, 1:], ((0, 0), (0, 1))).at[rows, n_B - 1].set(bonus_B)
         drafts, parents, draft_cache = extend_and_draft(
             weights, draft_cache, next_BT, aux_BTM, jnp.zeros_like(n_B), n_B - 1, self.plan
         )
         state = dict(
-            cache=cache, draft_cache=draft_cache, n=n_B, bonus=bonus_B, drafts=drafts, parents=parents
-        )
+            cache=cache, draft_cache=draft_cache, n=n_B, bonus=bonus_B, drafts=drafts, parents=parents,
+            stream=stream_B,
+        )  # fmt: skip
         return state, two
 
     def _round_impl(self, target_params, weights, state, active_B):
         plan, n_B, drafts_BN, parents_BN = self.plan, state["n"], state["drafts"], state["parents"]
         ids_BT = jnp.concatenate([state["bonus"][:, None], drafts_BN], axis=1)
-        see_BTT = None if plan.topk == 1 else tree.ancestors(parents_BN, plan.depth)
+        if plan.topk == 1:
+            see_BTT, below_BT = None, jnp.arange(ids_BT.shape[1])[None]
+        else:
+            see_BTT = tree.ancestors(parents_BN, plan.depth)
+            below_BT = jnp.sum(see_BTT, axis=2, dtype=jnp.int32) - 1
         aux, final, cache = self.target.decode(target_params, state["cache"], ids_BT, n_B, see_BTT)
-        two = _best_two(self.target.logits(target_params, final))
+        place_BT = n_B[:, None] + below_BT + 1
+        two = _choices(self.target.logits(target_params, final), self.sampling, state["stream"], place_BT)
         accepted_B, path = tree.walk(drafts_BN, parents_BN, two[0], plan.depth)
         if plan.topk > 1:  # a chain's accepted tokens are where they belong
             cache = [keep_slots(layer, n_B, path, plan.tokens) for layer in cache]
@@ -166,18 +192,22 @@ class Speculator:
             cache=cache, draft_cache=draft_cache, n=jnp.where(active_B, n_B + accepted_B + 1, n_B),
             bonus=jnp.where(active_B, bonus_B, state["bonus"]),
             drafts=jnp.where(active_B[:, None], drafts, drafts_BN),
-            parents=jnp.where(active_B[:, None], parents, parents_BN),
+            parents=jnp.where(active_B[:, None], parents, parents_BN), stream=state["stream"],
         )  # fmt: skip
         return new, (accepted_B, drafts_BN, parents_BN, *two)
 
-    def batch(self, target_params, weights: DraftWeights, prompts: Sequence[Sequence[int]], length: int):
-        """Start one batch: (state, first tokens). `length` is the size of the caches."""
+    def batch(
+        self, target_params, weights: DraftWeights, prompts: Sequence[Sequence[int]], length: int,
+        streams: Sequence[int],
+    ):  # fmt: skip
+        """Start one batch: (state, first tokens). `length`: the size of the caches; `streams`: sampling.choose."""
         ids_BT, n_B = pad_prompts(prompts)
         B, shape = len(prompts), model.bind(weights.graph, weights.params).shape
         draft_cache = empty_cache(B, shape.num_key_value_heads, shape.head_dim, length, self.target.dtype)
         cache = self.target.new_cache(B, length)
         cache, (aux, final) = prefill(functools.partial(self._prefill, target_params), cache, ids_BT)
-        return self._start(target_params, weights, cache, draft_cache, aux, final, ids_BT, n_B)
+        stream_B = np.asarray(streams, np.int32)
+        return self._start(target_params, weights, cache, draft_cache, aux, final, ids_BT, n_B, stream_B)
 
     def round(self, target_params, weights, state, active_B):
         return self._round(target_params, weights, state, active_B)
@@ -229,7 +259,8 @@ def decode(
 ) -> list[Answer]:  # fmt: skip
     """Decode all prompts, `batch` at a time, those of like length together; answers in the prompts' order.
 
-    `advance(tokens)` is told of every round's new tokens.
+    Sampled answers are those of each prompt's number, whatever the batch. `advance(tokens)` is told of every round's
+    new tokens.
     """
     target_params = speculator.target.unstacked(target_params)
     batch = axes.round_up(batch, speculator.shards)
@@ -238,10 +269,11 @@ def decode(
     for start in range(0, len(order), batch):
         chosen = order[start : start + batch]
         # A short last batch is filled up with its last prompt, so that it has the shape of the others.
-        filled = [prompts[i] for i in chosen] + [prompts[chosen[-1]]] * (batch - len(chosen))
+        padded = chosen + [chosen[-1]] * (batch - len(chosen))
+        filled = [prompts[i] for i in padded]
         longest = axes.round_up(max(map(len, filled)), PROMPT)
         room = cache_room(longest + max_new_tokens + speculator.plan.slots)
-        state, two = speculator.batch(target_params, weights, filled, room)
+        state, two = speculator.batch(target_params, weights, filled, room, padded)
         two = jax.device_get(two)
         ends = set(end_tokens)
         found = [Answer([int(two[0][b, 0])], [], [_score(two, b, 0)]) for b in range(len(chosen))]
