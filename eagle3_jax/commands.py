@@ -70,10 +70,11 @@ def evaluator(run: str | Path, overrides: tuple[str, ...] = ()) -> Callable[[int
     ]
     e, plan = config.evaluate, config.evaluate.drafting()
     longest = max(len(p["ids"]) for p in prompts) + e.max_new_tokens + plan.steps + 1
-    if longest > target.shape.max_position_embeddings:
+    most, kind = target.shape.longest
+    if longest > most:
         raise DataError(
-            f"a prompt and evaluate.max_new_tokens={e.max_new_tokens} take {longest} positions, "
-            f"the target has {target.shape.max_position_embeddings}"
+            f"a prompt and evaluate.max_new_tokens={e.max_new_tokens} take {longest} tokens, "
+            f"the target has {most} {kind}"
         )
     speculator = Speculator(target, plan, mesh)
 

@@ -167,10 +167,9 @@ def check(config: RunConfig, shape: TargetShape) -> None:
         raise ConfigError(
             f"draft.num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}"
         )
-    if config.data.max_length > shape.max_position_embeddings:
-        raise ConfigError(
-            f"data.max_length={config.data.max_length} exceeds the target's {shape.max_position_embeddings} positions"
-        )
+    longest, kind = shape.longest
+    if config.data.max_length > longest:
+        raise ConfigError(f"data.max_length={config.data.max_length} exceeds the target's {longest} {kind}")
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
