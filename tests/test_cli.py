@@ -19,11 +19,15 @@ def root(tmp_path_factory):
     return tiny.prepared(tmp_path_factory.mktemp("project"))
 
 
-@pytest.fixture(scope="module")
-def yaml_file(root):
+def save_config(root) -> str:
     path = root / "tiny.yaml"
     path.write_text(yaml.safe_dump(config.to_dict(tiny.config(root))))
     return str(path)
+
+
+@pytest.fixture(scope="module")
+def yaml_file(root):
+    return save_config(root)
 
 
 def call(app, prog: str, *arguments) -> int:
@@ -163,3 +167,19 @@ def test_the_whole_path_by_its_commands(root, yaml_file, capsys, tmp_path, monke
     assert np.array_equal(
         tensors.read(out)["embed_tokens.weight"], tensors.read(root / "target")["model.embed_tokens.weight"]
     )
+
+
+@pytest.mark.parametrize("family", ["qwen2", "mistral"])
+def test_targets_of_other_families_go_the_whole_way(family, tmp_path, capsys):
+    file, run, out = save_config(tiny.project(tmp_path, family)), tmp_path / "run", tmp_path / "draft"
+    short = ("train.steps=2", "train.save_every=2", "train.warmup=1", "train.unroll=1")
+    for command in ("prepare", "capture", "train"):
+        assert eagle3(command, file, *short) == 0
+    assert eagle3("inspect", run) == 0
+    if family == "mistral":
+        assert eagle3("evaluate", run, "evaluate.max_new_tokens=180") == 2
+        assert "the target has 200 tokens of sliding window" in capsys.readouterr().err
+    assert eagle3("evaluate", run, "evaluate.max_new_tokens=8", "--steps", "1") == 0
+    assert call(bridge_cli.app, "bridge", "convert", run, out) == 0
+    assert call(bridge_cli.app, "bridge", "check", out, "--target", tmp_path / "target") == 0
+    assert call(bridge_cli.app, "bridge", "parity", run, out) == 0
