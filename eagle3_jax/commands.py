@@ -13,6 +13,8 @@ from eagle3_jax import axes, defaults
 from eagle3_jax import config as configuration
 from eagle3_jax.config import RunConfig
 from eagle3_jax.data import chat, features, prepare
+from eagle3_jax.data.regenerate import Summary
+from eagle3_jax.data.regenerate import regenerate as regenerate_data
 from eagle3_jax.decode import evaluate as evaluation
 from eagle3_jax.decode.speculate import DraftWeights, Speculator
 from eagle3_jax.decode.walk import Texts, walk
@@ -44,6 +46,20 @@ def capture(config: RunConfig) -> features.Store:
     ends = chat.end_tokens(setup.tokenizer(files))
     tokens = prepare.load(config.data.prepared)
     return capture_features(config, target, params, tokens, ends, weights.digest(files.directory), mesh)
+
+
+def regenerate(config: RunConfig) -> Summary:
+    """`eagle3 regenerate`: what this call wrote."""
+    files = setup.find_target(config)
+    mesh = axes.data_mesh(config.mesh.data * config.mesh.model)  # every device holds the whole target
+    source = defaults.resolve_conversations(config.data.path)
+    target = Target(files.shape, config.target.aux_layers, config.target.dtype)
+    tok, digest = setup.tokenizer(files), weights.digest(files.directory)
+
+    def load() -> dict:
+        return target.unstacked(weights.load(files.directory, target, mesh))
+
+    return regenerate_data(config, target, load, tok, source, digest, mesh)
 
 
 def evaluate(
@@ -168,7 +184,28 @@ def describe(card: dict) -> str:
         )
     if card["answers"] == "target":
         lines.append("answers: written by the target while it is captured; only prompts were prepared")
+    if (found := card.get("regenerated")) is not None:
+        text = f"written by target {found['target'][:12]} at temperature {found['temperature']:g}"
+        exact = f"the exact tokens of {found['exact']:,} conversations"
+        lines.append(
+            f"answers: {text}; {exact}{found['why'] and ', the others from their text: ' + found['why']}"
+        )
     return "\n".join(lines)
+
+
+def describe_regeneration(summary: Summary) -> str:
+    """What was written, in a line or two."""
+    s, refused = summary, ", ".join(f"{n:,} {reason}" for reason, n in summary.refused.items())
+    ended = s.ended / max(s.answers, 1)
+    return "\n".join(
+        [
+            f"regenerated {s.conversations:,} conversations, {s.lines:,} are in {s.path}"
+            + (f" (refused: {refused})" if refused else ""),
+            f"{s.answers:,} answers, {s.tokens:,} tokens, {s.tokens / max(s.seconds, 1e-9):,.1f} tokens/s; "
+            f"{ended:.0%} of the answers ended by themselves",
+            f"train on them: data.path={s.path}",
+        ]
+    )
 
 
 def previews(config: RunConfig, count: int):

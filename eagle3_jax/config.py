@@ -48,6 +48,17 @@ class Draft(Section):
     norm_output: bool = False
 
 
+class Regenerate(Section):
+    path: str  # JSONL that `eagle3 regenerate` writes; to train on it, give it as data.path
+    turns: Literal["all", "first"] = "all"  # which questions of a conversation are answered
+    max_new_tokens: pydantic.PositiveInt = 512  # of one answer
+    temperature: float = pydantic.Field(default=0.0, ge=0)  # 0: greedy
+    top_p: float = pydantic.Field(default=1.0, gt=0, le=1)
+    seed: int = pydantic.Field(default=0, ge=0, lt=2**31)
+    batch: pydantic.PositiveInt = 64  # conversations that are answered together
+    max_conversations: pydantic.PositiveInt | None = None  # None: data.max_conversations
+
+
 class Store(Section):
     path: str
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
@@ -110,6 +121,7 @@ class Evaluate(Section):
 class RunConfig(Section):
     target: Target
     data: Data
+    regenerate: Regenerate | None = None
     draft: Draft
     store: Store | None = None
     train: Train
@@ -127,6 +139,7 @@ class RunConfig(Section):
         for key, path in (
             ("data.prepared", self.data.prepared),
             ("store.path", self.store and self.store.path),
+            ("regenerate.path", self.regenerate and self.regenerate.path),
         ):
             if path and Path(self.train.run).resolve() in (
                 Path(path).resolve(),

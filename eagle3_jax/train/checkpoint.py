@@ -31,7 +31,8 @@ FULL = os.strerror(errno.ENOSPC)
 
 # A resumed run may differ in these: none changes what is computed, beyond the rounding of another mesh.
 FREE = (
-    "mesh", "evaluate", "train.run", "train.save_every", "train.keep", "train.log_every", "train.prefetch",
+    "mesh", "evaluate", "regenerate", "train.run", "train.save_every", "train.keep", "train.log_every",
+    "train.prefetch",
 )  # fmt: skip
 
 

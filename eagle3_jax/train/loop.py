@@ -24,6 +24,8 @@ from eagle3_jax.train import checkpoint, manifest, metrics, optim, setup
 from eagle3_jax.train.step import Step, opt_shardings
 
 EMBEDDING_AXES = {"embedding": "v d"}
+# What the manifest says of data.json.
+FACTS = ("fingerprint", "conversations", "tokens", "answers", "regenerated", "file", "refused")
 
 
 def train(config: RunConfig) -> Path:
@@ -171,7 +173,7 @@ def _facts(config, files, source, card) -> tuple[np.ndarray, dict]:
     made, counted = setup.vocabulary_map(config, source, chat.end_tokens(tok), files.shape.vocab_size)
     facts = counted | dict(
         vocabulary_map=manifest.digest(made.d2t), tokenizer_hash=card["request"]["tokenizer"],
-        data={k: card[k] for k in ("fingerprint", "conversations", "tokens", "answers", "file", "refused")},
+        data={k: card[k] for k in FACTS if k in card},
         held_out=card["held_out"], contamination=card["contamination"], versions=manifest.versions(),
     )  # fmt: skip
     return made.d2t, facts
