@@ -1,4 +1,4 @@
-"""`eagle3`: prepare | capture | train | evaluate | inspect | demo."""
+"""`eagle3`: regenerate | prepare | capture | train | evaluate | inspect | demo."""
 
 import json
 import os
@@ -40,6 +40,14 @@ AtStep = Annotated[
 
 def _load(config: Path, overrides: list[str] | None):
     return configuration.load(config, overrides or ())
+
+
+@app.command()
+def regenerate(config: Config, overrides: Overrides = None):
+    """The target's own answers to the data's questions, as data to train on; goes on where it was stopped."""
+    from eagle3_jax import commands
+
+    print(commands.describe_regeneration(commands.regenerate(_load(config, overrides))))
 
 
 @app.command()

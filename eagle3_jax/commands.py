@@ -13,6 +13,8 @@ from eagle3_jax import axes, defaults
 from eagle3_jax import config as configuration
 from eagle3_jax.config import RunConfig, ServeConfig
 from eagle3_jax.data import chat, features, prepare
+from eagle3_jax.data.regenerate import Summary
+from eagle3_jax.data.regenerate import regenerate as regenerate_data
 from eagle3_jax.decode import evaluate as evaluation
 from eagle3_jax.decode.sampling import Sampling
 from eagle3_jax.decode.speculate import DraftWeights, Speculator
@@ -47,6 +49,20 @@ def capture(config: RunConfig) -> features.Store:
     return capture_features(config, target, params, tokens, ends, weights.digest(files.directory), mesh)
 
 
+def regenerate(config: RunConfig) -> Summary:
+    """`eagle3 regenerate`: what this call wrote."""
+    files = setup.checked_target(config)
+    mesh = axes.data_mesh(config.mesh.data * config.mesh.model)  # every device holds the whole target
+    source = defaults.resolve_conversations(config.data.path)
+    target = Target(files.shape, config.target.aux_layers, config.target.dtype)
+    tok, digest = setup.tokenizer(files), weights.digest(files.directory)
+
+    def load() -> dict:
+        return target.unstacked(weights.load(files.directory, target, mesh))
+
+    return regenerate_data(config, target, load, tok, source, digest, mesh)
+
+
 def evaluate(
     run: str | Path, overrides: tuple[str, ...] = (), step: checkpoint.Step = None, save_as: str | None = None
 ) -> dict:
@@ -78,10 +94,11 @@ def evaluator(
             f"evaluate.topk={plan.topk} exceeds the draft's vocabulary of {newest.shape.draft_vocab_size}"
         )
     longest = max(len(p["ids"]) for p in prompts) + e.max_new_tokens + plan.steps + 1
-    if longest > target.shape.max_position_embeddings:
+    most, kind = target.shape.longest
+    if longest > most:
         raise DataError(
-            f"a prompt and evaluate.max_new_tokens={e.max_new_tokens} take {longest} positions, "
-            f"the target has {target.shape.max_position_embeddings}"
+            f"a prompt and evaluate.max_new_tokens={e.max_new_tokens} take {longest} tokens, "
+            f"the target has {most} {kind}"
         )
     sampling = Sampling(temperature=e.temperature, seed=e.seed)
     speculator = Speculator(target, plan, mesh, sampling)
@@ -182,7 +199,28 @@ def describe(card: dict) -> str:
         )
     if card["answers"] == "target":
         lines.append("answers: written by the target while it is captured; only prompts were prepared")
+    if (found := card.get("regenerated")) is not None:
+        text = f"written by target {found['target'][:12]} at temperature {found['temperature']:g}"
+        exact = f"the exact tokens of {found['exact']:,} conversations"
+        lines.append(
+            f"answers: {text}; {exact}{found['why'] and ', the others from their text: ' + found['why']}"
+        )
     return "\n".join(lines)
+
+
+def describe_regeneration(summary: Summary) -> str:
+    """What was written, in a line or two."""
+    s, refused = summary, ", ".join(f"{n:,} {reason}" for reason, n in summary.refused.items())
+    ended = s.ended / max(s.answers, 1)
+    return "\n".join(
+        [
+            f"regenerated {s.conversations:,} conversations, {s.lines:,} are in {s.path}"
+            + (f" (refused: {refused})" if refused else ""),
+            f"{s.answers:,} answers, {s.tokens:,} tokens, {s.tokens / max(s.seconds, 1e-9):,.1f} tokens/s; "
+            f"{ended:.0%} of the answers ended by themselves",
+            f"train on them: data.path={s.path}",
+        ]
+    )
 
 
 def previews(config: RunConfig, count: int):

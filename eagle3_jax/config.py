@@ -50,6 +50,17 @@ class Draft(Section):
     norm_output: bool = False
 
 
+class Regenerate(Section):
+    path: str  # JSONL that `eagle3 regenerate` writes; to train on it, give it as data.path
+    turns: Literal["all", "first"] = "all"  # which questions of a conversation are answered
+    max_new_tokens: pydantic.PositiveInt = 512  # of one answer
+    temperature: float = pydantic.Field(default=0.0, ge=0)  # 0: greedy
+    top_p: float = pydantic.Field(default=1.0, gt=0, le=1)
+    seed: int = pydantic.Field(default=0, ge=0, lt=2**31)
+    batch: pydantic.PositiveInt = 64  # conversations that are answered together
+    max_conversations: pydantic.PositiveInt | None = None  # None: data.max_conversations
+
+
 class Store(Section):
     path: str
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
@@ -127,6 +138,7 @@ class ServeConfig(Section):
 
 class RunConfig(ServeConfig):
     data: Data
+    regenerate: Regenerate | None = None
     draft: Draft
     store: Store | None = None
     train: Train
@@ -142,6 +154,7 @@ class RunConfig(ServeConfig):
         for key, path in (
             ("data.prepared", self.data.prepared),
             ("store.path", self.store and self.store.path),
+            ("regenerate.path", self.regenerate and self.regenerate.path),
         ):
             if path and Path(self.train.run).resolve() in (
                 Path(path).resolve(),
@@ -192,10 +205,9 @@ def check(config: RunConfig, shape: TargetShape) -> None:
         raise ConfigError(
             f"draft.num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}"
         )
-    if config.data.max_length > shape.max_position_embeddings:
-        raise ConfigError(
-            f"data.max_length={config.data.max_length} exceeds the target's {shape.max_position_embeddings} positions"
-        )
+    longest, kind = shape.longest
+    if config.data.max_length > longest:
+        raise ConfigError(f"data.max_length={config.data.max_length} exceeds the target's {longest} {kind}")
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:

@@ -9,9 +9,12 @@ from flax import nnx
 
 
 class Kernel(nnx.Module):
-    """A weight whose axes are named; `fan_in` letters are the ones that a matmul with it sums over."""
+    """A weight whose axes are named; `fan_in` letters are the ones that a matmul with it sums over.
 
-    def __init__(self, axes: str, fan_in: str, sizes: dict[str, int], *, rngs: nnx.Rngs):
+    A `bias` has the other letters, which have to be the last ones of the result.
+    """
+
+    def __init__(self, axes: str, fan_in: str, sizes: dict[str, int], *, bias: bool = False, rngs: nnx.Rngs):
         names = axes.split()
         init = nnx.initializers.variance_scaling(
             1.0, "fan_in", "truncated_normal",
@@ -19,9 +22,15 @@ class Kernel(nnx.Module):
             out_axis=[i for i, a in enumerate(names) if a not in fan_in.split()],
         )  # fmt: skip
         self.kernel = nnx.Param(init(rngs.params(), tuple(sizes[a] for a in names)), axes=axes)
+        own = [a for a in names if a not in fan_in.split()]
+        zeros = jnp.zeros([sizes[a] for a in own], jnp.float32)
+        self.bias = nnx.Param(zeros, axes=" ".join(own)) if bias else None
 
     def __call__(self, einsum: str, x: jax.Array, **kwargs) -> jax.Array:
-        return jnp.einsum(einsum, x, self.kernel[...].astype(x.dtype), **kwargs)
+        out = jnp.einsum(einsum, x, self.kernel[...].astype(x.dtype), **kwargs)
+        if self.bias is None:
+            return out
+        return out + jnp.broadcast_to(self.bias[...].astype(out.dtype), out.shape)
 
 
 class RMSNorm(nnx.Module):

@@ -12,7 +12,7 @@ from oracle import Oracle
 from eagle3_jax import axes
 from eagle3_jax.decode import speculate
 from eagle3_jax.decode.drafting import Drafting
-from eagle3_jax.decode.greedy import Writer
+from eagle3_jax.decode.writer import Writer
 from eagle3_jax.draft import loss, model, unroll
 from eagle3_jax.draft.shape import DraftShape
 from eagle3_jax.target.model import Target

@@ -19,11 +19,15 @@ def root(tmp_path_factory):
     return tiny.prepared(tmp_path_factory.mktemp("project"))
 
 
-@pytest.fixture(scope="module")
-def yaml_file(root):
+def save_config(root) -> str:
     path = root / "tiny.yaml"
     path.write_text(yaml.safe_dump(config.to_dict(tiny.config(root))))
     return str(path)
+
+
+@pytest.fixture(scope="module")
+def yaml_file(root):
+    return save_config(root)
 
 
 def call(app, prog: str, *arguments) -> int:
@@ -59,6 +63,16 @@ BAD = {
         ("prepare", "data.max_length=300", "train.row_length=300"), "exceeds the target's 256 positions",
     ),
     "frozen pattern without a leaf": (("train", "train.freeze=['embd/.*']"), "'embd/.*' matches no parameter"),
+    "nowhere to regenerate to": (("regenerate",), "needs regenerate.path"),
+    "unknown key of regenerate": (("regenerate", "regenerate={path: a, temp: 1}"), "unknown key 'regenerate.temp'"),
+    "no data to regenerate": (("regenerate", "data.path=nowhere.json", "regenerate={path: a.jsonl}"), "nowhere.json"),
+    "answers longer than all": (
+        ("regenerate", "regenerate={path: a.jsonl, max_new_tokens: 160}"), "leaves no room for a question within data",
+    ),
+    "no prompt fits": (
+        ("regenerate", "regenerate={path: a.jsonl, max_new_tokens: 150}"),
+        "no prompt is left of 24 conversations (refused: {'prompt too long': 24})",
+    ),
     "no such data": (("prepare", "data.path=nowhere.json"), "nowhere.json"),
     "store of other data": (("train", "data.prepared=elsewhere"), "elsewhere"),
 }  # fmt: skip
@@ -163,3 +177,34 @@ def test_the_whole_path_by_its_commands(root, yaml_file, capsys, tmp_path, monke
     assert np.array_equal(
         tensors.read(out)["embed_tokens.weight"], tensors.read(root / "target")["model.embed_tokens.weight"]
     )
+
+
+@pytest.mark.parametrize(("family", "mode"), [("qwen2", "offline"), ("mistral", "online")])
+def test_targets_of_other_families_go_the_whole_way_on_their_own_answers(family, mode, tmp_path, capsys):
+    file, run, out = save_config(tiny.project(tmp_path, family)), tmp_path / "run", tmp_path / "draft"
+    own = tmp_path / "own.jsonl"
+    settings = (f"regenerate={{path: {own}, max_new_tokens: 12, batch: 8}}", f"train.mode={mode}")
+    assert eagle3("regenerate", file, *settings) == 0
+    assert "regenerated 24 conversations" in capsys.readouterr().out
+    assert eagle3("regenerate", file, *settings, f"data.path={own}") == 2
+    assert "is regenerate.path, too" in capsys.readouterr().err
+    short = (
+        *settings,
+        f"data.path={own}",
+        "train.steps=2",
+        "train.save_every=2",
+        "train.warmup=1",
+        "train.unroll=1",
+    )
+    assert eagle3("prepare", file, *short) == 0
+    assert "at temperature 0; the exact tokens of 24 conversations" in capsys.readouterr().out
+    for command in ("capture", "train") if mode == "offline" else ("train",):
+        assert eagle3(command, file, *short) == 0
+    assert eagle3("inspect", run) == 0
+    if family == "mistral":
+        assert eagle3("evaluate", run, "evaluate.max_new_tokens=180") == 2
+        assert "the target has 200 tokens of sliding window" in capsys.readouterr().err
+    else:
+        assert eagle3("evaluate", run, "evaluate.max_new_tokens=8", "--steps", "1") == 0
+    assert call(bridge_cli.app, "bridge", "convert", run, out) == 0
+    assert call(bridge_cli.app, "bridge", "check", out, "--target", tmp_path / "target") == 0

@@ -198,6 +198,8 @@ def test_both_spellings_of_rope_give_one_shape():
         ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported, only 'silu'"),
         ({"attention_bias": True}, "attention_bias=True is not supported"),
         ({"model_type": "qwen3", "use_sliding_window": True}, "use_sliding_window=True is not supported"),
+        ({"model_type": "qwen2", "use_sliding_window": True}, "use_sliding_window=True is not supported"),
+        ({"model_type": "mistral", "sliding_window": 0}, "sliding_window=0"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type='dynamic' is not one of"),
         ({"hidden_size": "64"}, "hidden_size='64'"),
         ({"num_attention_heads": 0}, "heads=0"),
@@ -208,6 +210,22 @@ def test_a_target_that_would_be_computed_wrongly_is_refused(changes, message):
     with pytest.raises(ConfigError, match=message) as caught:
         target_shape.from_hf(_hf(**changes), "there/config.json")
     assert str(caught.value).startswith("there/config.json: ")
+
+
+def test_only_mistrals_window_counts_and_texts_beyond_it_are_refused():
+    for changes, longest in (
+        ({"model_type": "mistral"}, (4096, "tokens of sliding window")),  # as transformers reads such a file
+        ({"model_type": "mistral", "sliding_window": 100}, (100, "tokens of sliding window")),
+        ({"model_type": "mistral", "sliding_window": None}, (8192, "positions")),
+        ({"model_type": "mistral", "sliding_window": 9000}, (8192, "positions")),
+        ({"model_type": "qwen2", "sliding_window": 100, "use_sliding_window": False}, (8192, "positions")),
+        ({"model_type": "llama", "sliding_window": 100}, (8192, "positions")),
+    ):
+        assert target_shape.from_hf(_hf(max_position_embeddings=8192, **changes), "here").longest == longest
+    with pytest.raises(
+        ConfigError, match=r"data.max_length=4096 exceeds the target's 100 tokens of sliding window"
+    ):
+        config.load(LLAMA, ["target.shape.sliding_window=100"])
 
 
 def test_a_directory_without_a_readable_config_is_refused(tmp_path):

@@ -82,9 +82,23 @@ def test_for_prompts_only_the_first_question_counts(tmp_path):
         chat("", "a", "q"),
         chat("a", "q", first="gpt", second="human"),
     ]
-    reading = read(write(tmp_path / "f", records), answered=False)
+    reading = read(write(tmp_path / "f", records), part="prompt")
     assert [c.turns for c in reading.conversations] == [(("user", "q"),)] * 2
     assert [r.reason for r in reading.refused] == ["blank turn", "assistant first"]
+
+
+def test_for_questions_all_turns_up_to_the_last_one_count(tmp_path):
+    records = [
+        chat("q"),
+        chat("q", "a", "r"),
+        chat("q", "a", "r", "b"),
+        chat("q", "a", ""),
+        chat("q", "", "r"),
+    ]
+    reading = read(write(tmp_path / "f", records), part="questions")
+    whole = (("user", "q"), ("assistant", "a"), ("user", "r"))
+    assert [c.turns for c in reading.conversations] == [whole[:1], whole, whole, whole[:1]]
+    assert [r.reason for r in reading.refused] == ["blank turn"]
 
 
 @pytest.mark.parametrize("bom", [b"", b"\xef\xbb\xbf"])

@@ -41,17 +41,27 @@ MODELS = {
         **COMMON, num_attention_heads=4, num_key_value_heads=2, head_dim=24, max_position_embeddings=256,
         rms_norm_eps=1e-6, rope_parameters={"rope_type": "default", "rope_theta": 1e6}, tie_word_embeddings=False,
     ),
+    "qwen2-biases-tied": transformers.Qwen2Config(
+        **COMMON, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256, rms_norm_eps=1e-6,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6}, tie_word_embeddings=True, sliding_window=8,
+    ),
+    "mistral-whole-window": transformers.MistralConfig(
+        **COMMON, num_attention_heads=4, num_key_value_heads=2, head_dim=24, max_position_embeddings=256,
+        rms_norm_eps=1e-5, rope_parameters={"rope_type": "default", "rope_theta": 1e4}, sliding_window=LENGTH,
+    ),
 }  # fmt: skip
 
 
 @pytest.fixture(scope="module", params=MODELS)
 def directory(request, tmp_path_factory):
-    """A random model, saved by transformers; norms that are not all one."""
+    """A random model, saved by transformers; norms that are not all one, biases that are not zero."""
     torch.manual_seed(1)
     model = transformers.AutoModelForCausalLM.from_config(MODELS[request.param])
     for name, weight in model.named_parameters():
         if "norm" in name:
             torch.nn.init.uniform_(weight, 0.5, 1.5)
+        elif name.endswith("bias"):
+            torch.nn.init.normal_(weight)
     path = tmp_path_factory.mktemp("target")
     model.save_pretrained(path)
     return path
@@ -168,9 +178,24 @@ def test_sharded_weights_give_the_same_states(pair, directory):
     _, target, params = pair
     sharded = weights.load(directory, target, axes.make_mesh(2, 4))
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), sharded, params)
-    if target.shape.model_type == "qwen3":  # one compilation of the many devices' program will do
+    if target.shape.model_type in ("qwen2", "qwen3"):  # the others' programs are parts of theirs
         ids = _ids(target, ROWS, LENGTH)
         _assert_near(_features(target, sharded, ids)[1], _features(target, params, ids)[1], "final")
+
+
+def test_a_text_may_be_as_long_as_the_window_and_no_longer():
+    config = transformers.MistralConfig(
+        **COMMON, num_attention_heads=4, num_key_value_heads=2, sliding_window=LENGTH
+    )
+    longest, kind = shape.from_hf(config.to_dict(), "here").longest
+    assert (longest, kind) == (LENGTH, "tokens of sliding window")
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    ids = np.random.default_rng(0).integers(0, 160, (1, longest + 1))
+    _, masked, _ = _theirs(model, ids)
+    model.config.sliding_window = None
+    _, whole, _ = _theirs(model, ids)
+    _assert_near(masked[:, :longest], whole[:, :longest], "within")
+    assert _error(masked[:, longest:], whole[:, longest:]).min() > TOLERANCE
 
 
 def test_a_target_without_its_head_is_refused_unless_tied(tmp_path):

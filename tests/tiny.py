@@ -1,4 +1,4 @@
-"""A whole tiny project on disk: a random Llama target, conversations, prompts, and a configuration for them."""
+"""A whole tiny project on disk: a random target, conversations, prompts, and a configuration for them."""
 
 import functools
 import json
@@ -31,8 +31,16 @@ WORDS = [
 ]
 
 
-def target(path: Path, seed: int = 0) -> Path:
-    """An untied Llama with the toy tokenizer, in Hugging Face's layout."""
+# What the config.json of other families says beside Llama's.
+FAMILIES = {
+    "llama": {},
+    "qwen2": {"use_sliding_window": False, "sliding_window": 8},
+    "mistral": {"sliding_window": 200},
+}
+
+
+def target(path: Path, seed: int = 0, family: str = "llama") -> Path:
+    """An untied target with the toy tokenizer, in Hugging Face's layout."""
     path.mkdir(parents=True)
     rng = np.random.default_rng(seed)
     layer = {
@@ -47,11 +55,16 @@ def target(path: Path, seed: int = 0) -> Path:
         f"{name}.weight": (rng.normal(size=s) * 0.3 + (len(s) == 1)).astype(np.float32)
         for name, s in shapes.items()
     }
+    if family == "qwen2":
+        for name in [n for n in weights if n.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight"))]:
+            bias = rng.normal(size=len(weights[name])).astype(np.float32)
+            weights[name.replace("weight", "bias")] = bias
     tensors.save(path / tensors.FILE, weights)
     config = dict(
-        architectures=["LlamaForCausalLM"], model_type="llama", hidden_size=D, intermediate_size=F,
+        architectures=[f"{family.title()}ForCausalLM"], model_type=family, hidden_size=D, intermediate_size=F,
         num_hidden_layers=LAYERS, num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, head_dim=HEAD_DIM,
         vocab_size=V, max_position_embeddings=256, rms_norm_eps=1e-5, rope_theta=1e4, tie_word_embeddings=False,
+        **FAMILIES[family],
     )  # fmt: skip
     (path / "config.json").write_text(json.dumps(config))
     tokenizer(CHATML).save_pretrained(path)
@@ -73,9 +86,9 @@ def conversations(path: Path, count: int = 24) -> Path:
     return path
 
 
-def project(root: Path) -> Path:
+def project(root: Path, family: str = "llama") -> Path:
     """`root` with target, conversations and evaluation prompts."""
-    target(root / "target")
+    target(root / "target", family=family)
     conversations(root / "chats.json")
     (root / "prompts.jsonl").write_text(json.dumps({"prompt": "Name a colour that no one has seen."}) + "\n")
     return root

@@ -42,10 +42,40 @@ def prompt(tokenizer, turns: Turns) -> np.ndarray:
     return np.asarray(_tokens(tokenizer, text)["input_ids"], np.int32)
 
 
+def following(tokenizer, turns: Turns, closed: bool) -> np.ndarray:
+    """Token ids int32 [n] that come after the last answer of `turns`, which end with another question.
+
+    `closed` says that the answer's own tokens hold its end of turn. Raises TemplateRefusalError where the template
+    would not leave the earlier answers as they are.
+    """
+    text = _render(tokenizer, turns, add_generation_prompt=True)
+    marked, marks, answers = _marked(turns)
+    rest = _render(tokenizer, marked, add_generation_prompt=True)
+    after, whole = rest.partition(marks[-1])[2], rest
+    for mark, answer in zip(marks, answers, strict=True):
+        whole = whole.replace(mark, answer)
+    if whole != text:
+        raise TemplateRefusalError("the chat template drops or rewrites an earlier answer")
+    ids = np.asarray(_tokens(tokenizer, after)["input_ids"], np.int32)
+    ends = np.flatnonzero(ids == end_of_turn(tokenizer))
+    return ids[ends[0] + 1 :] if closed and len(ends) else ids
+
+
+def written(tokenizer, ids: np.ndarray) -> str:
+    """The text of an answer's tokens, without its end token and the white space around."""
+    ends = np.isin(ids[-1:], end_tokens(tokenizer)).any()
+    return tokenizer.decode(ids[: len(ids) - ends].tolist(), clean_up_tokenization_spaces=False).strip()
+
+
+def end_of_turn(tokenizer) -> int | None:
+    """Id of the token that the template writes after an answer, if it is a special one."""
+    closing = _end_of_turn(tokenizer)
+    return closing and tokenizer.convert_tokens_to_ids(closing)
+
+
 def end_tokens(tokenizer) -> tuple[int, ...]:
     """Ids at which generation stops: the template's end of turn and the end of text, ascending."""
-    closing = _end_of_turn(tokenizer)
-    ids = {tokenizer.eos_token_id, closing and tokenizer.convert_tokens_to_ids(closing)}
+    ids = {tokenizer.eos_token_id, end_of_turn(tokenizer)}
     return tuple(sorted(ids - {None}))
 
 
@@ -95,12 +125,8 @@ def _answers(tokenizer, turns: Turns) -> tuple[str, list[tuple[int, int]]]:
     one after the other, so an answer that looks like the template's own text misleads nobody.
     """
     text = _render(tokenizer, turns)
-    answers = [content for role, content in turns if role == "assistant"]
-    marks = [f"\ue000{i}\ue001" for i in range(len(answers))]
-    marked, names = [], iter(marks)
-    for role, content in turns:
-        marked.append((role, next(names) if role == "assistant" else content))
-    rest = _render(tokenizer, tuple(marked))
+    marked, marks, answers = _marked(turns)
+    rest = _render(tokenizer, marked)
     fixed = []
     for mark in marks:
         before, found, rest = rest.partition(mark)
@@ -132,6 +158,15 @@ def _answers(tokenizer, turns: Turns) -> tuple[str, list[tuple[int, int]]]:
             last = text.index(closing, at) + len(closing)
         bounds.append((first, last))
     return text, bounds
+
+
+def _marked(turns: Turns) -> tuple[Turns, list[str], list[str]]:
+    """The turns with a mark for each answer, the marks, the answers."""
+    answers = [content for role, content in turns if role == "assistant"]
+    marks = [f"\ue000{i}\ue001" for i in range(len(answers))]
+    names = iter(marks)
+    marked = tuple((role, next(names) if role == "assistant" else content) for role, content in turns)
+    return marked, marks, answers
 
 
 def _end(text: str, first: int, thought: str, content: str, following: str) -> int:

@@ -1,11 +1,14 @@
 """Conversations out of JSON or JSONL, in ShareGPT's dialect (from, value) or OpenAI's (role, content)."""
 
+import hashlib
 import json
 import re
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
+
+import numpy as np
 
 from eagle3_jax.errors import DataError
 
@@ -24,6 +27,8 @@ Turns = tuple[tuple[str, str], ...]  # (system | user | assistant, text)
 class Conversation(NamedTuple):
     id: str
     turns: Turns
+    ids: np.ndarray | None = None  # [n] int32: `token_ids` of the record, if it has such
+    spans: object = None  # `spans` of the record, as found
 
 
 class Refused(NamedTuple):
@@ -54,12 +59,15 @@ class _UnusableError(Exception):
         self.reason, self.detail = reason, detail
 
 
-def read(path: str | Path, strict: bool = False, answered: bool = True) -> Reading:
-    """All usable conversations of a file, and why the others are not.
+# What is wanted of a conversation, in which user and assistant alternate: all of it up to its last answer (a question
+# left open is dropped), up to its last question, or only the system turn, if any, and the first question.
+Part = Literal["answers", "questions", "prompt"]
 
-    With `answered` a conversation alternates user and assistant and ends with an assistant turn (a question
-    left open at its end is dropped). Without, only its prompt is wanted: the system turn, if any, and the first
-    user turn. A damaged file gives its whole conversations, or with `strict` a DataError. A file without any
+
+def read(path: str | Path, strict: bool = False, part: Part = "answers") -> Reading:
+    """`part` of all usable conversations of a file, and why the others are not usable.
+
+    A damaged file gives its whole conversations, or with `strict` a DataError. A file without any
     usable conversation is a DataError.
     """
     path = Path(path)
@@ -80,7 +88,8 @@ def read(path: str | Path, strict: bool = False, answered: bool = True) -> Readi
     for index, record in enumerate(records):
         name = _name(record, index)
         try:
-            kept.append(Conversation(name, _turns(record, answered)))
+            turns = _turns(record, part)
+            kept.append(Conversation(name, turns, _ids(record), record.get("spans")))
             places.append(index)
         except _UnusableError as refusal:
             refused.append(Refused(index, name, refusal.reason, refusal.detail))
@@ -92,12 +101,20 @@ def read(path: str | Path, strict: bool = False, answered: bool = True) -> Readi
     return Reading(kept, places, refused, complete, end, len(data), damage)
 
 
+def identity(path: str | Path) -> dict:
+    """Name, size and sha256 of a file."""
+    path = Path(path)
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return {"name": path.name, "bytes": path.stat().st_size, "sha256": digest}
+
+
 def reasons_of(refused: Iterable[Refused]) -> dict[str, int]:
     """Reason -> how many, most frequent first."""
     return dict(Counter(r.reason for r in refused).most_common())
 
 
-def _turns(record: object, answered: bool) -> Turns:
+def _turns(record: object, part: Part) -> Turns:
     found = [_turn(item) for item in _items(record)]
     if not any(text for _, text in found):
         raise _UnusableError("empty", f"{len(found)} turns without text")
@@ -107,13 +124,14 @@ def _turns(record: object, answered: bool) -> Turns:
         raise _UnusableError("assistant first", f"{len(found)} turns")
     if "user" not in spoken:
         raise _UnusableError("no user turn", f"{len(found)} turns")
-    if answered and "assistant" not in spoken:
+    if part == "answers" and "assistant" not in spoken:
         raise _UnusableError("no assistant turn", f"{len(found)} turns")
-    if answered:
-        while found[-1][0] == "user" or not found[-1][1]:
-            found.pop()
-    else:
+    if part == "prompt":
         found = found[: start + 1]
+    else:
+        last = "assistant" if part == "answers" else "user"
+        while found[-1][0] != last or not found[-1][1]:
+            found.pop()
     for i, (role, text) in enumerate(found[start:]):
         wanted = ("user", "assistant")[i % 2]
         if role != wanted:
@@ -153,6 +171,19 @@ def _turn(item: object) -> tuple[str, str]:
     return ROLES[role.lower()], text if text.strip() else ""
 
 
+def _ids(record: dict) -> np.ndarray | None:
+    ids = record.get("token_ids")
+    return ids if isinstance(ids, np.ndarray) else None
+
+
+def _compact(node: dict) -> dict:
+    """Token ids as the JSON is read: as a list of numbers they would take ten times the memory."""
+    ids = node.get("token_ids")
+    if isinstance(ids, list) and all(type(i) is int and 0 <= i < 2**31 for i in ids):
+        node["token_ids"] = np.array(ids, np.int32)
+    return node
+
+
 def _name(record: object, index: int) -> str:
     keys = ("id", "conversation_id", "prompt_id")
     found = next((record[k] for k in keys if k in record), None) if isinstance(record, dict) else None
@@ -171,7 +202,7 @@ def _decode(data: bytes) -> tuple[str, str | None]:
 
 
 def _array(text: str) -> tuple[list, int, str | None]:
-    decoder, records, end = json.JSONDecoder(), [], 0
+    decoder, records, end = json.JSONDecoder(object_hook=_compact), [], 0
     at = _skip(text, _skip(text, 0) + 1)
     while not text.startswith("]", at):
         try:
@@ -195,7 +226,7 @@ def _lines(text: str) -> tuple[list, int, str | None]:
         if not line.strip():
             continue
         try:
-            records.append(json.loads(line))
+            records.append(json.loads(line, object_hook=_compact))
             end = at - 1
         except (ValueError, RecursionError):
             last = at > len(text)

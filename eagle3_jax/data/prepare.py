@@ -11,8 +11,8 @@ from typing import NamedTuple
 import numpy as np
 
 from eagle3_jax.config import RunConfig
-from eagle3_jax.data import chat, split
-from eagle3_jax.data.conversations import Conversation, Reading, Refused, read, reasons_of
+from eagle3_jax.data import chat, split, written
+from eagle3_jax.data.conversations import Conversation, Reading, Refused, identity, read, reasons_of
 from eagle3_jax.data.vocab import check_ids
 from eagle3_jax.errors import DataError
 from eagle3_jax.progress import bar
@@ -41,6 +41,7 @@ def prepare(
 ) -> dict:
     """Write the directory `data.prepared` and return its card; an up-to-date directory is left as it is.
 
+    Of a file that `eagle3 regenerate` wrote with this tokenizer the exact tokens are taken, not those of its text.
     `source` is the file to read where `data.path` is a name; `vocab_size` the target's, where the configuration
     has no shape. Conversations are taken in an order that `train.seed` shuffles, so that `data.max_conversations`
     and `data.max_tokens` cut a fair sample; the latter stops after the conversation that reaches it. With
@@ -53,7 +54,7 @@ def prepare(
         raise DataError(f"data.path={path}: no such file; JSON or JSONL of conversations is wanted")
     wanted = {
         "schema": SCHEMA,
-        "source": {"name": path.name, "bytes": path.stat().st_size, "sha256": _file_digest(path)},
+        "source": identity(path),
         "tokenizer": chat.fingerprint(tokenizer),
         "max_length": data.max_length,
         "max_conversations": data.max_conversations,
@@ -65,14 +66,18 @@ def prepare(
         "held_out": data.held_out,
         "evaluation_prompts": prompts.digest,
     }
+    made = written.settings(path) if data.answers == "data" else None
+    if made is not None:
+        wanted["regenerated"] = made
     directory = Path(data.prepared)
     if (card := _current(directory, wanted)) is not None:
         print(f"prepare: {directory} is up to date", file=sys.stderr)
         return card
 
-    reading = read(path, data.strict, answered=data.answers == "data")
+    reading = read(path, data.strict, "answers" if data.answers == "data" else "prompt")
     side = split.held_out(reading.conversations, data.held_out)
-    encoded = _encode(config, tokenizer, reading, prompts)
+    exact = made is not None and made["tokenizer"] == wanted["tokenizer"]
+    encoded = _encode(config, tokenizer, reading, prompts, exact)
     ids, span, offsets = encoded.arrays()
     shape = config.target.shape
     check_ids(ids, vocab_size or (shape.vocab_size if shape else len(tokenizer)))
@@ -108,6 +113,10 @@ def prepare(
         },
         "answers": data.answers,
     }
+    if made is not None:
+        why = "edited since" if exact else "the file was written with another tokenizer or chat template"
+        why = why if encoded.exact < len(held_out) else ""
+        card["regenerated"] = made | {"exact": encoded.exact, "why": why}
     _write(directory, arrays, refused, card)
     return card
 
@@ -136,6 +145,7 @@ class _Encoded:
         self.ids, self.span, self.chosen = [], [], []
         self.refused: list[Refused] = []
         self.tokens, self.max_overlap = 0, 0.0
+        self.exact = 0  # conversations whose tokens the target wrote
 
     def add(self, place: int, ids: np.ndarray, span: np.ndarray) -> None:
         self.ids.append(ids)
@@ -148,7 +158,9 @@ class _Encoded:
         return np.concatenate([none, *self.ids]), np.concatenate([none, *self.span]), offsets
 
 
-def _encode(config: RunConfig, tokenizer, reading: Reading, prompts: split.EvaluationPrompts) -> _Encoded:
+def _encode(
+    config: RunConfig, tokenizer, reading: Reading, prompts: split.EvaluationPrompts, exact: bool
+) -> _Encoded:
     data, found = config.data, _Encoded()
     most, enough = data.max_conversations or sys.maxsize, data.max_tokens or sys.maxsize
     order = np.random.default_rng(config.train.seed).permutation(len(reading.conversations)).tolist()
@@ -158,15 +170,17 @@ def _encode(config: RunConfig, tokenizer, reading: Reading, prompts: split.Evalu
             if len(found.chosen) >= most or found.tokens >= enough:
                 break
             conversation = reading.conversations[place]
+            own = written.tokens(tokenizer, conversation) if exact else None
             overlap = prompts.overlap(conversation)
             if overlap > split.MOST:
                 reason, detail = split.REASON, f"{overlap:.0%} of its {split.GRAM}-grams"
             else:
-                ids, span, reason, detail = _one(config, tokenizer, conversation)
+                ids, span, reason, detail = _one(config, tokenizer, conversation, own)
             if reason is not None:
                 found.refused.append(Refused(reading.places[place], conversation.id, reason, detail))
                 continue
             found.add(place, ids, span)
+            found.exact += own is not None
             found.max_overlap = max(found.max_overlap, overlap)
             size = len(ids) + (data.max_new_tokens if data.answers == "target" else 0)
             found.tokens += size
@@ -174,12 +188,14 @@ def _encode(config: RunConfig, tokenizer, reading: Reading, prompts: split.Evalu
     return found
 
 
-def _one(config: RunConfig, tokenizer, conversation: Conversation):
-    """Ids and spans of one conversation, and the reason and detail if it is refused."""
+def _one(config: RunConfig, tokenizer, conversation: Conversation, own):
+    """Ids and spans of one conversation, and the reason and detail if it is refused; `own` are written.tokens."""
     data = config.data
     none = np.zeros(0, np.int32)
     try:
-        if data.answers == "data":
+        if own is not None:
+            ids, span = (x[: data.max_length] for x in own)
+        elif data.answers == "data":
             ids, span = chat.encode(tokenizer, conversation.turns, data.max_length)
         else:
             ids = chat.prompt(tokenizer, conversation.turns)
@@ -237,8 +253,3 @@ def _fingerprint(arrays: dict) -> str:
         digest.update(f"{name} {array.dtype.str} {array.shape}".encode())
         digest.update(array.data)
     return digest.hexdigest()
-
-
-def _file_digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -11,7 +11,7 @@ from eagle3_jax.config import RunConfig
 from eagle3_jax.data import features
 from eagle3_jax.data.loader import pack, row
 from eagle3_jax.data.prepare import Tokens
-from eagle3_jax.decode.greedy import Writer
+from eagle3_jax.decode.writer import Writer
 from eagle3_jax.errors import ConfigError
 from eagle3_jax.progress import bar
 from eagle3_jax.target.model import Target

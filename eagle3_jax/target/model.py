@@ -1,4 +1,4 @@
-"""The frozen target: Llama and Qwen3 dense decoders, as features for training and with a cache for decoding.
+"""The frozen target: a dense decoder of one of shape.FAMILIES, as features for training and with a cache for decoding.
 
 Parameters are a nested dict; the weights of all layers are stacked on a leading axis L and run by `lax.scan`,
 so that compile time does not grow with depth.
@@ -22,20 +22,20 @@ from eagle3_jax.layers import (
     rope_frequencies,
     slots_seen,
 )
-from eagle3_jax.target.shape import FAMILIES, TargetShape, check_aux_layers
+from eagle3_jax.target.shape import FAMILIES, Family, TargetShape, check_aux_layers
 
 
 class Block(nnx.Module):
-    """One decoder layer. Qwen3 norms each head's q and k before the rotation."""
+    """One decoder layer."""
 
-    def __init__(self, sizes: dict[str, int], eps: float, qk_norm: bool, *, rngs: nnx.Rngs):
-        self.qk_norm = qk_norm
+    def __init__(self, sizes: dict[str, int], eps: float, family: Family, *, rngs: nnx.Rngs):
+        self.qk_norm, bias = family.qk_norm, family.qkv_bias
         self.input_layernorm = RMSNorm("d", eps, sizes)
-        self.q = Kernel("d n h", "d", sizes, rngs=rngs)
-        self.k = Kernel("d g h", "d", sizes, rngs=rngs)
-        self.v = Kernel("d g h", "d", sizes, rngs=rngs)
+        self.q = Kernel("d n h", "d", sizes, bias=bias, rngs=rngs)
+        self.k = Kernel("d g h", "d", sizes, bias=bias, rngs=rngs)
+        self.v = Kernel("d g h", "d", sizes, bias=bias, rngs=rngs)
         self.o = Kernel("n h d", "n h", sizes, rngs=rngs)
-        if qk_norm:
+        if self.qk_norm:
             self.q_norm = RMSNorm("h", eps, sizes)
             self.k_norm = RMSNorm("h", eps, sizes)
         self.post_attention_layernorm = RMSNorm("d", eps, sizes)
@@ -75,8 +75,8 @@ class Target:
             d=shape.hidden_size, n=shape.num_attention_heads, g=shape.num_key_value_heads, h=shape.head_dim,
             f=shape.intermediate_size, v=shape.vocab_size, l=shape.num_hidden_layers,
         )  # fmt: skip
-        qk_norm = shape.model_type == "qwen3"
-        block = nnx.eval_shape(lambda: Block(sizes, shape.rms_norm_eps, qk_norm, rngs=nnx.Rngs(0)))
+        family = FAMILIES[shape.model_type]
+        block = nnx.eval_shape(lambda: Block(sizes, shape.rms_norm_eps, family, rngs=nnx.Rngs(0)))
         self._block, _ = nnx.split(block)
         self.axes = {
             "embed": {"embedding": "v d"},

@@ -3,12 +3,28 @@
 import itertools
 import json
 from pathlib import Path
+from typing import NamedTuple
 
 import pydantic
 
 from eagle3_jax.errors import ConfigError
 
-FAMILIES = ("llama", "qwen3")  # what target/model.py computes; other targets train from stored features
+
+class Family(NamedTuple):
+    """What a family of dense decoders has that Llama has not."""
+
+    qkv_bias: bool = False
+    qk_norm: bool = False  # each head's q and k are normed before the rotation
+    window: int | None = None  # of sliding attention where the config does not say, in tokens
+
+
+# What target/model.py computes, by `model_type`; other targets train from stored features.
+FAMILIES = {
+    "llama": Family(),
+    "mistral": Family(window=4096),
+    "qwen2": Family(qkv_bias=True),
+    "qwen3": Family(qk_norm=True),
+}
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # what layers.rope_frequencies computes
 # What the families' configs may also ask for, with the only value that target/model.py computes.
 PLAIN = {
@@ -38,6 +54,9 @@ class TargetShape(pydantic.BaseModel):
     rope_theta: float = 10_000.0
     rope_scaling: dict | None = None
     tie_word_embeddings: bool = False
+    sliding_window: pydantic.PositiveInt | None = (
+        None  # tokens that attention reaches back over, itself included
+    )
 
     @pydantic.field_validator("rope_scaling")
     @classmethod
@@ -47,6 +66,17 @@ class TargetShape(pydantic.BaseModel):
                 f"rope_scaling.rope_type={scaling.get('rope_type')!r} is not one of {', '.join(ROPE_TYPES)}"
             )
         return scaling
+
+    @property
+    def longest(self) -> tuple[int, str]:
+        """Most tokens that a text may have, and what they are.
+
+        Beyond a sliding window engines and transformers part ways (SGLang serves Mistral as a plain Llama); within
+        it all of them compute the same.
+        """
+        if self.sliding_window is not None and self.sliding_window < self.max_position_embeddings:
+            return self.sliding_window, "tokens of sliding window"
+        return self.max_position_embeddings, "positions"
 
     @property
     def default_aux_layers(self) -> tuple[int, int, int]:
@@ -89,6 +119,8 @@ def from_hf(config: dict, where: str) -> TargetShape:
     if kind in FAMILIES and odd:
         raise ConfigError(f"{where}: {odd[0]}={text[odd[0]]!r} is not supported, only {PLAIN[odd[0]]!r}")
     heads = text["num_attention_heads"]
+    # Other families have use_sliding_window, which PLAIN looks at.
+    window = FAMILIES[kind].window if kind in FAMILIES else None
     try:
         return TargetShape(
             model_type=kind,
@@ -104,6 +136,7 @@ def from_hf(config: dict, where: str) -> TargetShape:
             rope_theta=theta,
             rope_scaling=scaling,
             tie_word_embeddings=config.get("tie_word_embeddings", text.get("tie_word_embeddings", False)),
+            sliding_window=text.get("sliding_window", window) if window else None,
         )
     except pydantic.ValidationError as error:
         first = error.errors()[0]

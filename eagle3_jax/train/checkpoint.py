@@ -37,8 +37,8 @@ Step = int | Literal["best"] | None  # of a run; None: the newest, 0: the start
 
 # A resumed run may differ in these: none changes what is computed, beyond the rounding of another mesh.
 FREE = (
-    "mesh", "evaluate", "train.run", "train.save_every", "train.keep", "train.log_every", "train.prefetch",
-    "train.evaluate_every", "train.patience",
+    "mesh", "evaluate", "regenerate", "train.run", "train.save_every", "train.keep", "train.log_every",
+    "train.prefetch", "train.evaluate_every", "train.patience",
 )  # fmt: skip
 
 

@@ -16,9 +16,9 @@ from eagle3_jax.config import RunConfig
 from eagle3_jax.data import chat
 from eagle3_jax.data.loader import Source, pack, row
 from eagle3_jax.decode import evaluate
-from eagle3_jax.decode.greedy import Writer
 from eagle3_jax.decode.speculate import DraftWeights
 from eagle3_jax.decode.walk import Text, Texts, walk
+from eagle3_jax.decode.writer import Writer
 from eagle3_jax.draft import loss
 from eagle3_jax.errors import ConfigError, DataError
 from eagle3_jax.progress import bar
@@ -59,7 +59,8 @@ class HeldOut:
         else:
             target = step.target
         ends = set(chat.end_tokens(setup.tokenizer(files)))
-        texts = _answered(config, source, order, ends, Writer(target, mesh), target_params, mesh)
+        writer = Writer(target, mesh, features=False)
+        texts = _answered(config, source, order, ends, writer, target_params, mesh)
         self._texts = Texts(target, target_params, texts, config.evaluate.batch, mesh)
 
     def __call__(self, trained: dict, frozen: dict) -> dict:
@@ -127,7 +128,7 @@ def _answered(config, source, order, ends: set[int], writer: Writer, params: dic
     """The target's greedy answers to held-out prompts, with as much after each as a round may overshoot."""
     e = config.evaluate
     limit, beyond = e.max_new_tokens, e.steps + 1
-    room = writer.target.shape.max_position_embeddings - limit - beyond
+    room = writer.target.shape.longest[0] - limit - beyond
     prompts = []
     for i in order.tolist():
         a, b = (int(x) for x in source.offsets[i : i + 2])

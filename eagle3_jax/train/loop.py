@@ -25,6 +25,8 @@ from eagle3_jax.train.held_out import HeldOut, is_best, stalled
 from eagle3_jax.train.step import Step, opt_shardings
 
 EMBEDDING_AXES = {"embedding": "v d"}
+# What the manifest says of data.json.
+FACTS = ("fingerprint", "conversations", "tokens", "answers", "regenerated", "file", "refused")
 
 
 def train(config: RunConfig) -> Path:
@@ -203,7 +205,7 @@ def _facts(config, files, source, card, warm, digest: str) -> tuple[np.ndarray, 
     d2t, facts = setup.vocabulary_map(config, source, chat.end_tokens(tok), files.shape.vocab_size, kept)
     facts |= dict(
         vocabulary_map=manifest.digest(d2t), tokenizer_hash=card["request"]["tokenizer"],
-        data={k: card[k] for k in ("fingerprint", "conversations", "tokens", "answers", "file", "refused")},
+        data={k: card[k] for k in FACTS if k in card},
         held_out=card["held_out"], contamination=card["contamination"], versions=manifest.versions(),
     )  # fmt: skip
     if warm is not None:

@@ -2,8 +2,12 @@
 
 import decode_fixture as tiny
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+
+from eagle3_jax import axes
+from eagle3_jax.decode.writer import Sampling, Writer, choose
 
 PROMPTS = tiny.prompts(4, 2)
 LIMIT = 20  # not a multiple of the chunk
@@ -65,3 +69,61 @@ def test_max_new_tokens_is_exact(written, limit):
     for got, whole in zip(target.writer.write(target.params, PROMPTS, limit, ()), written, strict=True):
         np.testing.assert_array_equal(got.ids, whole.ids[: whole.answer + limit])
         assert len(got.aux) == len(got.final) == len(got.top) == len(got.lse) == len(got.ids)
+
+
+def test_without_features_the_tokens_are_the_same(written):
+    """Also where the cache is larger than it has to be, and an answer ends early."""
+    target = tiny.tiny()
+    plain = Writer(target.target, axes.make_mesh(), features=False, room=lambda length: 256)
+    token = int(written[0].ids[written[0].answer + 5])
+    for limit, ends in ((LIMIT, ()), (17, (token,)), (1, ())):
+        found = plain.write(target.params, PROMPTS, limit, ends)
+        wanted = target.writer.write(target.params, PROMPTS, limit, ends)
+        for got, want in zip(found, wanted, strict=True):
+            np.testing.assert_array_equal(got.ids, want.ids)
+            assert got.answer == want.answer and got.aux is None
+
+
+LOGITS = np.log([0.4, 0.3, 0.2, 0.1])
+DRAWS = 20_000
+
+
+def draws(sampling: Sampling, logits=LOGITS) -> np.ndarray:
+    """Share of each token in the first places of many texts."""
+    rows = jnp.broadcast_to(jnp.asarray(logits, jnp.float32), (DRAWS, len(logits)))
+    found = choose(rows, sampling, jnp.arange(DRAWS), jnp.zeros(DRAWS, jnp.int32))
+    return np.bincount(found, minlength=len(logits)) / DRAWS
+
+
+@pytest.mark.parametrize(
+    ("sampling", "wanted"),
+    [
+        (Sampling(1.0), [0.4, 0.3, 0.2, 0.1]),
+        (Sampling(0.5), np.square([0.4, 0.3, 0.2, 0.1]) / 0.3),
+        (Sampling(0.0), [1, 0, 0, 0]),
+        (Sampling(1.0, 0.7001), [4 / 9, 3 / 9, 2 / 9, 0]),  # the token that reaches it counts
+        (Sampling(1.0, 0.6), [4 / 7, 3 / 7, 0, 0]),
+        (Sampling(1.0, 0.01), [1, 0, 0, 0]),
+    ],
+)
+def test_tokens_are_drawn_as_often_as_they_are_probable(sampling, wanted):
+    np.testing.assert_allclose(draws(sampling), wanted, atol=4 * (0.25 / DRAWS) ** 0.5)
+    # whatever their order
+    np.testing.assert_allclose(draws(sampling, LOGITS[::-1])[::-1], wanted, atol=4 * (0.25 / DRAWS) ** 0.5)
+
+
+def test_a_draw_hangs_on_seed_text_and_place_alone():
+    logits = jnp.asarray(np.random.default_rng(0).normal(size=(6, 50)), jnp.float32)
+    text, place = jnp.array([3, 3, 3, 8, 8, 9]), jnp.array([0, 1, 2, 0, 1, 2])
+    whole = choose(logits, Sampling(1.0), text, place)
+    for part in ([4, 0], [2], [5, 4, 3, 2, 1, 0]):
+        at = jnp.array(part)
+        np.testing.assert_array_equal(choose(logits[at], Sampling(1.0), text[at], place[at]), whole[at])
+    same = jnp.broadcast_to(logits[:1], (200, 50))
+    count, none = jnp.arange(200), jnp.zeros(200, jnp.int32)
+    ways = [(0, count, none), (0, none, count), (1, count, none), (0, count + 1, none)]
+    found = [choose(same, Sampling(1.0, seed=seed), t, p) for seed, t, p in ways]
+    for i, a in enumerate(found):
+        for b in found[:i]:
+            assert np.mean(a == b) < 0.3
+    np.testing.assert_array_equal(found[0][1:], found[3][:-1])
