@@ -53,7 +53,8 @@ class Chart:
 
 def draw(chart: Chart, minutes: Callable[[float], float]) -> dict:
     """What the template needs; `hover` holds the values behind the points. No lines where there is nothing finite."""
-    series = [s for s in map(_numbers, chart.series) if np.isfinite(s.values).any()]
+    series = [_drawable(s, chart.log) for s in chart.series]
+    series = [s for s in series if np.isfinite(s.values).any()]
     out = dict(title=chart.title, note=chart.note, smoothed="")
     pairs = [pair for s in chart.series for pair in zip(s.steps, s.values, strict=True)]
     out["gaps"] = sorted({int(step) for step, x in pairs if x is not None and not math.isfinite(x)})
@@ -144,7 +145,7 @@ class _Axis:
         self.low, self.high, self._start, self._end, self._log = low, high, start, end, log
 
     def __call__(self, value: float) -> float:
-        if not math.isfinite(value) or (self._log and value <= 0):
+        if not math.isfinite(value):
             return math.nan
         low, high = self.low, self.high
         if self._log:
@@ -178,8 +179,8 @@ def _range(chart: Chart, series: list[Series], smoothed: list) -> tuple[float, f
     ]
     shown += [edge for s in series for edge in (s.low, s.high) if edge is not None]
     values = np.concatenate([np.asarray(v, float) for v in shown])
-    values = values[np.isfinite(values) & ((values > 0) | (not chart.log))]
-    low, high = (float(f(values)) for f in (np.min, np.max)) if len(values) else (0.1, 1.0)
+    values = values[np.isfinite(values)]
+    low, high = float(values.min()), float(values.max())
     if chart.log:
         return low / 1.1, high * 1.1
     if chart.floor is not None:
@@ -188,10 +189,15 @@ def _range(chart: Chart, series: list[Series], smoothed: list) -> tuple[float, f
     return (low if chart.floor is not None else low - room), high + room
 
 
-def _numbers(s: Series) -> Series:
-    """None, which JSON may hold, is a gap like any other."""
-    clean = lambda xs: None if xs is None else [math.nan if x is None else float(x) for x in xs]  # noqa: E731
-    return dataclasses.replace(s, values=clean(s.values), low=clean(s.low), high=clean(s.high))
+def _drawable(s: Series, log: bool) -> Series:
+    """With NaN for None, and on a logarithmic axis for what is not above 0."""
+
+    def clean(values):
+        numbers = [math.nan if x is None else float(x) for x in values]
+        return [math.nan if log and not x > 0 else x for x in numbers]
+
+    low, high = (edge if edge is None else clean(edge) for edge in (s.low, s.high))
+    return dataclasses.replace(s, values=clean(s.values), low=low, high=high)
 
 
 def _path(points: Sequence[tuple[float, float]]) -> str:

@@ -12,7 +12,6 @@ from eagle3_jax.target.shape import TargetShape
 from eagle3_jax.train import checkpoint, metrics, setup
 from eagle3_jax.train.inspect import Report, inspect
 
-RESULT, UNTRAINED, CURVE = "evaluate.json", "evaluate_untrained.json", "curve.json"  # in the run directory
 CONVERSATIONS, TOKENS = 3, 700  # previewed, and of each at most
 
 
@@ -33,13 +32,13 @@ class Found:
     meta: dict  # of the newest checkpoint
     lines: list[dict]
     evaluations: list[dict]
-    result: dict | None
-    untrained: dict | None
-    curve: list[dict]
-    inspection: Report | None
-    card: dict | None
-    previews: list[Preview]
-    missing: dict[str, str]
+    result: dict | None = None
+    untrained: dict | None = None
+    curve: list[dict] | None = None
+    inspection: Report | None = None
+    card: dict | None = None
+    previews: list[Preview] = dataclasses.field(default_factory=list)
+    missing: dict[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def config(self) -> dict:
@@ -53,13 +52,10 @@ class Found:
 def collect(run: str | Path) -> Found:
     """Raises CheckpointError where there is no run."""
     run = Path(run)
-    found = Found(
-        run=run, meta=checkpoint.read_meta(run), lines=metrics.read(run), evaluations=metrics.read_evaluations(run),
-        result=None, untrained=None, curve=[], inspection=None, card=None, previews=[], missing={},
-    )  # fmt: skip
-    found.result = _json(found, RESULT, f"to measure the accept length: eagle3 evaluate {run}")
-    found.untrained = _json(found, UNTRAINED)
-    found.curve = _json(found, CURVE) or []
+    found = Found(run, checkpoint.read_meta(run), metrics.read(run), metrics.read_evaluations(run))
+    found.result = _json(found, "evaluate.json", f"to measure the accept length: eagle3 evaluate {run}")
+    found.untrained = _json(found, "evaluate_untrained.json")
+    found.curve = _json(found, "curve.json")
     if not found.lines:
         found.missing["metrics.jsonl"] = "no step is logged yet: one every train.log_every steps"
     if not found.evaluations:
@@ -68,7 +64,7 @@ def collect(run: str | Path) -> Found:
         )
     elif not any(e.get("held_out") for e in found.evaluations):
         found.missing["held-out loss"] = "no conversations are held out: set data.held_out above 0"
-    elif not any(e.get("accept_length") for e in found.evaluations):
+    if found.evaluations and not any(e.get("accept_length") for e in found.evaluations):
         found.missing["accept length while training"] = (
             "needs held-out conversations with a prompt, evaluate.held_out_prompts, and a target that can be run here"
         )

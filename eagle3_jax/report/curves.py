@@ -40,21 +40,16 @@ def step_tokens(config: dict) -> int:
 def charts(found: Found) -> list[Chart]:
     lines, held = found.lines, [e for e in found.evaluations if e.get("held_out")]
     train = found.config.get("train", {})
-    steps, held_steps = [x["step"] for x in lines], [e["step"] for e in held]
-    loss = [Series("loss", steps, _column(lines, "loss"))]
-    loss += [
-        Series(
-            "held out",
-            held_steps,
-            [e["held_out"].get("loss") for e in held],
-            kind="measured",
-            beside="held out",
-        )
-    ]
+    steps = [x["step"] for x in lines]
+    loss = Series("loss", steps, _column(lines, "loss"))
+    there = _column([e["held_out"] for e in held], "loss")
+    held_loss = Series("held out", [e["step"] for e in held], there, kind="measured", beside="held out")
     rates = throughput(lines, step_tokens(found.config))
     k = "k: unroll step"
     return [
-        Chart("Loss", loss, note="of the training batch, summed over unroll steps with weights train.decay^k"),
+        Chart(
+            "Loss", [loss, held_loss], note="of the training batch, summed over unroll steps with weights train.decay^k"
+        ),
         Chart("Loss per unroll step", _unrolled(lines, held, "losses"), note=k),
         _accept_length(found),
         Chart(
@@ -81,8 +76,9 @@ def charts(found: Found) -> list[Chart]:
 
 
 def _column(lines: Sequence[dict], name: str, k: int | None = None, times: float = 1) -> list[float | None]:
-    values = [x.get(name) if k is None else (x.get(name) or [])[k : k + 1] for x in lines]
-    values = values if k is None else [v[0] if v else None for v in values]
+    values = [x.get(name) for x in lines]
+    if k is not None:
+        values = [v[k] if v and k < len(v) else None for v in values]
     return [None if v is None else v * times for v in values]
 
 
@@ -110,13 +106,14 @@ def _bounds(lines: Sequence[dict]) -> dict:
 def _accept_length(found: Found) -> Chart:
     told = [e for e in found.evaluations if e.get("accept_length") is not None]
     final = [r for r in (found.untrained, found.result) if r and "step" in r]
+    curve = found.curve or []
     series = [
         Series(
             "held out", [e["step"] for e in told], [e["accept_length"] for e in told],
             "while training, on held-out prompts", kind="measured", **_bounds(told),
         ),
         Series(
-            "forced", [c["step"] for c in found.curve], [c["accept_length"] for c in found.curve],
+            "forced", [c["step"] for c in curve], [c["accept_length"] for c in curve],
             "teacher-forced on the target's answers (curve.json)", colour=1, kind="measured",
         ),
         Series(
