@@ -15,7 +15,7 @@ ENGINES := .venv-sglang .venv-vllm
 
 help:
 	@echo "make demo   train, evaluate and export a draft for SmolLM2-135M into runs/demo (DEMO_MINUTES=5: a short one)"
-	@echo "make test   the whole test suite on CPU (installs torch)"
+	@echo "make test   the whole test suite on CPU (installs torch; one test file wants Debian's chromium)"
 	@echo "make engines       environments of the inference engines, for CPU: $(ENGINES)"
 	@echo "make test-engines  the tests that run them, after \`make demo\` (\`make test\` skips what is not there)"
 	@echo "make engines-report  the same on all prompts, into docs/engines.md"

@@ -1,4 +1,4 @@
-"""`eagle3`: regenerate | prepare | capture | train | evaluate | inspect | demo."""
+"""`eagle3`: regenerate | prepare | capture | train | evaluate | inspect | report | demo."""
 
 import json
 import os
@@ -139,6 +139,18 @@ def inspect(
     else:
         report.render(Console())
     raise typer.Exit(report.code)
+
+
+@app.command()
+def report(
+    run: Run,
+    out: Annotated[Path | None, typer.Option(help="the file; RUN/report.html unless told")] = None,
+):
+    """All of a run on one page: curves, evaluation, manifest, configuration and data in one HTML file."""
+    from eagle3_jax import commands
+
+    path = commands.report(run, out)
+    print(f"{path}: {path.stat().st_size / 1024:,.0f} kB")
 
 
 @app.command()

@@ -21,12 +21,13 @@ from eagle3_jax.decode.speculate import DraftWeights, Speculator
 from eagle3_jax.decode.walk import Text, Texts, walk
 from eagle3_jax.draft import model
 from eagle3_jax.errors import ConfigError, DataError
+from eagle3_jax.report import page
 from eagle3_jax.target import weights
 from eagle3_jax.target.capture import capture as capture_features
 from eagle3_jax.target.model import Target
 from eagle3_jax.train import checkpoint, metrics, setup
 
-RESULT, ANSWERS = "evaluate.json", "answers.jsonl"  # in the run directory
+RESULT, ANSWERS, REPORT = "evaluate.json", "answers.jsonl", "report.html"  # in the run directory
 
 
 def prepare_data(config: RunConfig) -> dict:
@@ -169,6 +170,15 @@ def _serving_draft(draft: checkpoint.LoadedDraft) -> DraftWeights:
     return DraftWeights(graph, params, jnp.asarray(draft.embedding), jnp.asarray(draft.d2t, jnp.int32))
 
 
+def report(run: str | Path, out: str | Path | None = None) -> Path:
+    """`eagle3 report`: the file that it wrote."""
+    out = Path(run) / REPORT if out is None else Path(out)
+    if out.is_dir():
+        raise ConfigError(f"--out {out}: a directory, a file is wanted")
+    _save(out, page.render(run))
+    return out
+
+
 def save_json(path: Path, value) -> None:
     _save(path, json.dumps(value, indent=2) + "\n")
 
@@ -176,7 +186,7 @@ def save_json(path: Path, value) -> None:
 def _save(path: Path, text: str) -> None:
     """Whole or not at all."""
     part = path.with_name(path.name + ".part")
-    part.write_text(text)
+    part.write_text(text, encoding="utf-8")
     os.replace(part, path)
 
 

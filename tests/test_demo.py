@@ -9,6 +9,7 @@ import tiny
 from eagle3_jax import demo
 from eagle3_jax.data import features
 from eagle3_jax.errors import ConfigError
+from eagle3_jax.report import page
 
 CONFIG = Path(__file__).parents[1] / demo.CONFIG
 
@@ -45,6 +46,12 @@ def test_the_demo_runs_once_and_reuses_what_is_done(tmp_path, capsys):
     assert f"accept length {result['accept_length']:.3f}" in told and f"{before['accept_length']:.3f}" in told
     assert "minutes of training (chain 3-1-4, teacher-forced" in told
     assert [p["step"] for p in json.loads((run / "curve.json").read_text())] == [0, 5, 10]
+
+    shown = page.render(run)
+    assert f'<span id="accept-length">{result["accept_length"]:.3f}</span>' in shown
+    assert (
+        shown.count('<mark class="s1">') > 1 or shown.count('<mark class="s2">') > 1
+    )  # answers of the store
 
     files = {p: p.stat().st_mtime_ns for p in run.rglob("*") if p.is_file() and p.name != "metrics.jsonl"}
     capsys.readouterr()

@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
 
 from eagle3_jax.train import metrics
 from eagle3_jax.train.events import DIRECTORY
@@ -62,6 +63,9 @@ def test_steps_that_a_killed_run_did_not_save_stand_nowhere_twice(tmp_path):
     assert len(events(open_since_then)["loss"]) == 8
     with open(tmp_path / metrics.FILE, "a") as file:
         file.write('{"step": 9, "lo')
+    (part,) = (tmp_path / DIRECTORY).iterdir()
+    with open(part, "ab") as file:  # killed while it wrote
+        file.write(part.read_bytes()[-50:])
     train(tmp_path, 5, 7)
     assert [x["step"] for x in metrics.read(tmp_path)] == [1, 2, 3, 4, 5, 6, 7]
     assert [x["accept_length"] for x in metrics.read_evaluations(tmp_path)] == [11, 11 + 3 / 16, 1 + 6 / 16]
@@ -69,7 +73,9 @@ def test_steps_that_a_killed_run_did_not_save_stand_nowhere_twice(tmp_path):
         loss = events(accumulator)["loss"]
         assert loss == [(s, 13 - s / 8) for s in (1, 2, 3, 4, 5)] + [(s, 3 - s / 8) for s in (6, 7)]
         assert [step for step, _ in events(accumulator)["evaluation/accept_length"]] == [0, 3, 6]
-    assert sum(p.stat().st_size > 0 for p in (tmp_path / DIRECTORY).iterdir()) == 1
+    every = [x for part in (tmp_path / DIRECTORY).iterdir() for x in LegacyEventFileLoader(str(part)).Load()]
+    steps = sorted(x.step for x in every if any(v.tag == "loss" for v in x.summary.value))
+    assert steps == [1, 2, 3, 4, 5, 6, 7]  # in the files themselves
 
 
 def test_a_log_to_which_nothing_is_added_stays_as_it_is(tmp_path):
@@ -88,10 +94,7 @@ def test_seconds_go_on_and_values_that_are_not_finite_are_kept(tmp_path):
     train(tmp_path, 2, 4, shift=np.nan)
     times = [x["seconds"] for x in metrics.read(tmp_path)]
     assert times == sorted(times) and 100 <= times[2] < 110
-    accumulator = reader(tmp_path)
-    assert [np.isfinite(x) for _, x in events(accumulator)["loss"]] == [True, True, False, False]
-    wall = [e.wall_time for e in accumulator.Scalars("loss")]
-    np.testing.assert_allclose(np.diff(wall), np.diff(times), atol=1e-3)
+    assert [np.isfinite(x) for _, x in events(reader(tmp_path))["loss"]] == [True, True, False, False]
 
 
 def test_a_run_without_evaluations_has_none(tmp_path):

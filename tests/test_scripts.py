@@ -42,7 +42,8 @@ def test_the_check_of_a_change_is_what_anyone_can_run():
     assert lines == [
         "set -euo pipefail",
         'cd "$(dirname "$0")/.."',
-        "make test",
+        "command -v chromium > /dev/null || { apt-get update && apt-get install -y --no-install-recommends chromium; }",
+        "EAGLE3_REQUIRE_BROWSER=1 make test",
         "make engines",
         "DEMO_MINUTES=10 make demo",
         "make test-engines",

@@ -1,8 +1,9 @@
 """RUN/tensorboard: every line of the log as an event for TensorBoard."""
 
 import os
+import struct
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
@@ -10,43 +11,47 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 DIRECTORY = "tensorboard"  # in the run directory
-EVALUATION = "evaluation/"  # what the tags of evaluations begin with
+HEAD, FOOT = 12, 4  # bytes of a record before and after its event
 
 
 class Events:
-    """Writes one file, anew at each start from the log's own `lines`, so that each step stands there once.
+    """Writes a file of its own; from those of earlier starts the events after step `at` are taken out."""
 
-    An event's wall time counts seconds of training back from now: the axis "relative" leaves out the time between
-    a stop and a restart.
-    """
-
-    def __init__(self, run: str | Path, lines: Iterable[tuple[str, dict]], seconds: float):
+    def __init__(self, run: str | Path, at: int):
         directory = Path(run) / DIRECTORY
         directory.mkdir(exist_ok=True)
-        # TensorBoard goes from file to file by name, and stands still at one that is gone while it reads it.
         for old in directory.glob("*tfevents*"):
-            os.truncate(old, 0)
+            _cut(old, at)
+        # TensorBoard goes from file to file by name.
         self._file = RecordWriter(open(directory / f"events.out.tfevents.{time.time_ns()}", "wb"))  # noqa: SIM115
-        self._began = time.time() - seconds
-        self._add(Event(wall_time=self._began, file_version="brain.Event:2"))
-        # A TensorBoard that is open drops what it has read of the old file.
-        self._add(Event(wall_time=self._began, step=0, session_log=SessionLog(status=SessionLog.START)))
-        for prefix, line in lines:
-            self.write(prefix, line)
+        self._add(Event(file_version="brain.Event:2"))
+        # One that is open forgets what it has read of steps that were taken out.
+        self._add(Event(step=at + 1, session_log=SessionLog(status=SessionLog.START)))
 
-    def write(self, prefix: str, line: dict) -> None:
+    def write(self, line: dict, prefix: str = "") -> None:
         values = [
             Summary.Value(tag=prefix + tag, simple_value=x) for tag, x in scalars(line) if tag != "step"
         ]
-        wall = self._began + line.get("seconds", 0.0)
-        self._add(Event(wall_time=wall, step=line["step"], summary=Summary(value=values)))
+        self._add(Event(step=line["step"], summary=Summary(value=values)))
 
     def _add(self, event: Event) -> None:
+        event.wall_time = time.time()
         self._file.write(event.SerializeToString())
         self._file.flush()
 
     def close(self) -> None:
         self._file.close()
+
+
+def _cut(path: Path, at: int) -> None:
+    data, end = path.read_bytes(), 0
+    while end < len(data):
+        size = struct.unpack_from("<Q", data, end)[0] if end + HEAD <= len(data) else len(data)
+        after = end + HEAD + size + FOOT
+        if after > len(data) or Event.FromString(data[end + HEAD : after - FOOT]).step > at:
+            break
+        end = after
+    os.truncate(path, end)
 
 
 def scalars(value, tag: str = "") -> Iterator[tuple[str, float]]:

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from eagle3_jax.errors import DataError
-from eagle3_jax.train.events import EVALUATION, Events
+from eagle3_jax.train.events import Events
 
 FILE, EVALUATIONS = "metrics.jsonl", "evaluations.jsonl"  # in the run directory
 NAMED = 16  # conversations of a bad batch that the message names
@@ -27,7 +27,7 @@ class Log:
     """
 
     def __init__(self, run: str | Path, at: int, learning_rate: Callable):
-        self._run, self._learning_rate = Path(run), learning_rate
+        self._run, self._at, self._learning_rate = Path(run), at, learning_rate
         lines = _cut(self._run / FILE, at)
         self.evaluations = _cut(self._run / EVALUATIONS, at)
         self._before, self._began = lines[-1]["seconds"] if lines else 0.0, time.monotonic()
@@ -48,15 +48,14 @@ class Log:
         """Append a line and return a short text."""
         values = {name: np.asarray(x).tolist() for name, x in jax.device_get(metrics).items()}
         rate = float(self._learning_rate(step - 1))
-        self._append(
-            FILE, "", dict(step=step, epoch=epoch, seconds=self.seconds, learning_rate=rate) | values
-        )
+        line = dict(step=step, epoch=epoch, seconds=self.seconds, learning_rate=rate) | values
+        self._append(FILE, line)
         return f"loss {values['loss']:.3f}, accuracy {' '.join(f'{a:.2f}' for a in values['accuracy'])}"
 
     def evaluation(self, line: dict) -> None:
         """Append the line of an evaluation: `step`, what was measured, and seconds of training unless it says so."""
         line = {"seconds": self.seconds} | line
-        self._append(EVALUATIONS, EVALUATION, line)
+        self._append(EVALUATIONS, line, "evaluation/")
         self.evaluations.append(line)
 
     def evaluated(self, step: int) -> bool:
@@ -65,17 +64,15 @@ class Log:
     def accept_length(self, step: int) -> float | None:
         return next((line.get("accept_length") for line in self.evaluations if line["step"] == step), None)
 
-    def _append(self, file: str, prefix: str, line: dict) -> None:
-        self._events.write(prefix, line)
+    def _append(self, file: str, line: dict, prefix: str = "") -> None:
         with open(self._run / file, "a") as out:
             out.write(json.dumps(line) + "\n")
+        self._events.write(line, prefix)
 
     @functools.cached_property
     def _events(self) -> Events:
         """Begun with the first line: a finished run that is started again stays as it is."""
-        lines = [("", line) for line in read(self._run)]
-        lines += [(EVALUATION, line) for line in self.evaluations]
-        return Events(self._run, sorted(lines, key=lambda pair: pair[1]["step"]), self.seconds)
+        return Events(self._run, self._at)
 
 
 def read(run: str | Path) -> list[dict]:
