@@ -102,18 +102,18 @@ def accept_length(pairs: np.ndarray) -> float:
     return float(1 + accepted / max(forwards, 1))
 
 
-def interval(pairs: np.ndarray) -> list[float]:
+def interval(pairs: np.ndarray, draws: int = 2000) -> list[float]:
     """95 % bootstrap interval over prompts."""
-    return _percentiles(_drawn(pairs, _draws(len(pairs))))
+    return _percentiles(_drawn(pairs, _draws(len(pairs), draws)))
 
 
 def gain(before: np.ndarray, after: np.ndarray) -> list[float]:
     """95 % bootstrap interval of the gain in accept length, both drafts on the same prompts in the same order."""
-    draws = _draws(len(before))
+    draws = _draws(len(before), 2000)
     return _percentiles(_drawn(after, draws) - _drawn(before, draws))
 
 
-def _draws(prompts: int, count: int = 2000) -> np.ndarray:
+def _draws(prompts: int, count: int) -> np.ndarray:
     return np.random.default_rng(0).integers(prompts, size=(count, prompts))
 
 
