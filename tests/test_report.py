@@ -17,7 +17,7 @@ from step_fixture import QUICK
 from eagle3_jax import cli, commands
 from eagle3_jax.data import prepare
 from eagle3_jax.decode import evaluate
-from eagle3_jax.report import chart, curves, page
+from eagle3_jax.report import chart, page
 from eagle3_jax.train import checkpoint, metrics, setup
 from eagle3_jax.train.loop import train
 
@@ -219,10 +219,10 @@ def test_marks_stand_where_the_axes_say(opened, whole):
     across, up = np.array(drawn["x"]), np.array(sorted((t[0] - 3.5, t[1]) for t in drawn["y"]))
     line = np.polynomial.Polynomial.fit
     step, length = line(*across.T, 1), line(*up.T, 1)
-    found = {(round(float(step(x)), 1), round(float(length(y)), 2)) for x, y, _ in drawn["marks"]}
+    found = sorted((float(step(x)), float(length(y))) for x, y, _ in drawn["marks"])
     told = [*metrics.read_evaluations(whole), result(whole), result(whole, "evaluate_untrained.json")]
-    wanted = {(float(x["step"]), round(x["accept_length"], 2)) for x in told if "accept_length" in x}
-    assert found == wanted
+    wanted = sorted((x["step"], x["accept_length"]) for x in told if "accept_length" in x)
+    np.testing.assert_allclose(found, wanted, atol=0.005)
     seconds = {x["step"]: x["seconds"] for x in metrics.read(whole)}
     for at, minutes in drawn["minutes"][1:]:
         assert minutes == pytest.approx(seconds[round(float(step(at)))] / 60, abs=0.051)
@@ -351,40 +351,3 @@ def test_the_command_says_where_it_is_and_how_large(whole, tmp_path, capsys):
     assert (
         end.value.code == 0 and capsys.readouterr().out == f"{tmp_path / 'r.html'}: {size / 1024:,.0f} kB\n"
     )
-
-
-def test_thinning_keeps_every_spike_and_gap_in_order():
-    values = np.random.default_rng(0).normal(size=10_000)
-    values[[17, 5000, 9998]] = 50, -50, 40
-    values[7000:7100] = np.nan
-    kept = chart.thin(values)
-    assert len(kept) <= chart.MOST + 2 and kept == sorted(set(kept))
-    assert {0, 17, 5000, 9998, 9999} <= set(kept) and np.isnan(values[kept]).any()
-    assert chart.thin(values[:50]) == list(range(50))
-
-
-@pytest.mark.parametrize(("low", "high"), [(0, 1), (1, 1.44), (0, 720), (3.2, 9.9), (0, 1e-3), (0, 123_456)])
-def test_ticks_are_round_few_and_within(low, high):
-    found = chart.ticks(low, high)
-    assert 3 <= len(found) <= 7 and found == sorted(found) and low <= found[0] and found[-1] <= high
-    np.testing.assert_allclose(np.diff(found), found[1] - found[0])
-    assert all(len(f"{x:.6g}") <= 7 for x in found)
-
-
-def test_the_smoothed_line_leaves_out_what_is_not_finite():
-    values = [1.0] * 100
-    values[30:33] = [float("nan"), float("inf"), float("-inf")]
-    steps, smoothed, _ = chart.smooth(chart.Series("x", range(100), values), np.mean)
-    assert smoothed == [1.0] * len(steps) and (steps[0], steps[-1]) == (0, 99)
-    assert chart.smooth(chart.Series("x", range(10), values[:10]), np.mean) is None
-
-
-def test_throughput_is_not_deceived_by_saves_and_restarts():
-    """Two seconds a step; a save every tenth, a restart that compiles again, and a clock that stood still."""
-    lines, seconds = [], 30.0
-    for step in range(1, 61):
-        seconds += 2.0 + 25.0 * (step % 10 == 1) + 60.0 * (step == 33) - 2.0 * (step == 44)
-        lines.append(dict(step=step, seconds=seconds))
-    steps, rates = curves.throughput(lines, 1024)
-    assert curves.typical(rates) == 512 and max(rates) == 512 and 44 not in steps
-    assert curves.throughput(lines[:1], 1024) == ([], []) and curves.typical([]) is None

@@ -55,12 +55,11 @@ def _head(found: Found, minutes) -> dict:
 def _points(found: Found, drawn: list[dict]) -> dict:
     """What the script shows under the pointer."""
     time = [(0, 0.0), *((x["step"], round(x["seconds"] / 60, 2)) for x in found.lines)]
-    time = [time[i] for i in np.unique(np.linspace(0, len(time) - 1, chart.MOST).astype(int))]
+    some = np.unique(np.linspace(0, len(time) - 1, chart.MOST).astype(int))
+    steps, minutes = zip(*(time[i] for i in some), strict=True)
     plot = dict(left=chart.LEFT, right=chart.RIGHT, top=chart.TOP, bottom=chart.BOTTOM, width=chart.WIDTH)
     charts = [dict(most=c.get("most"), lines=c["hover"]) for c in drawn]
-    return dict(
-        plot=plot, time=dict(zip(("steps", "minutes"), zip(*time, strict=True), strict=True)), charts=charts
-    )
+    return dict(plot=plot, time=dict(steps=steps, minutes=minutes), charts=charts)
 
 
 def _leaves(found: Found) -> list[dict]:
