@@ -88,6 +88,7 @@ class Train(Section):
     final_learning_rate: float = pydantic.Field(default=0.0, ge=0)
     weight_decay: float = pydantic.Field(default=0.0, ge=0)
     clip: float = pydantic.Field(default=0.5, gt=0)
+    beta2: float = pydantic.Field(default=0.95, gt=0, lt=1)  # AdamW's; beta1 is 0.9
     freeze: tuple[str, ...] = FREEZE
     save_every: pydantic.PositiveInt
     keep: pydantic.PositiveInt = 3  # newest checkpoints; the best one is kept beside them

@@ -50,25 +50,25 @@ def merge(trained: dict, frozen: dict) -> dict:
 
 
 def schedule(train: Train) -> optax.Schedule:
-    """Linear warm-up, then cosine to `final_learning_rate` at the last step."""
-    return optax.warmup_cosine_decay_schedule(
-        0.0 if train.warmup else train.learning_rate,
-        train.learning_rate,
-        train.warmup,
-        train.steps,
-        train.final_learning_rate,
-    )
+    """Linear warm-up to the full rate in `warmup` steps, then cosine to `final_learning_rate` at the last step."""
+    peak, final = train.learning_rate, train.final_learning_rate
+    cosine = optax.cosine_decay_schedule(peak, train.steps - train.warmup, alpha=final / peak)
+    if not train.warmup:
+        return cosine
+    # The first step has a share of the rate, too: at 0 it would be lost.
+    rise = optax.linear_schedule(peak / train.warmup, peak, max(train.warmup - 1, 1))
+    return optax.join_schedules([rise, cosine], [train.warmup])
 
 
 def make(train: Train, label_tree: dict) -> optax.GradientTransformation:
-    """AdamW(.9, .95) after clipping, on "train" leaves; clip and decay sit inside, so they see no other leaf.
+    """AdamW after clipping, on "train" leaves; clip and decay sit inside, so they see no other leaf.
 
     Norm scales are not decayed.
     """
     trained = optax.chain(
         optax.clip_by_global_norm(train.clip),
         optax.adamw(
-            schedule(train), b1=0.9, b2=0.95, weight_decay=train.weight_decay,
+            schedule(train), b1=0.9, b2=train.beta2, weight_decay=train.weight_decay,
             mask=lambda tree: jax.tree.map(lambda x: x.ndim > 1, tree),
         ),
     )  # fmt: skip
