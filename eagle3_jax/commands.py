@@ -107,7 +107,7 @@ def evaluator(
     def at(step: checkpoint.Step, save_as: str | None) -> dict:
         draft = checkpoint.load_draft(run, step)
         result, answers = evaluation.evaluate(
-            speculator, params, _serving_draft(draft), prompts, chat.end_tokens(tok), mesh,
+            speculator, params, serving_draft(draft), prompts, chat.end_tokens(tok), mesh,
             max_new_tokens=e.max_new_tokens, batch=e.batch, label=f"evaluate step {draft.step}",
         )  # fmt: skip
         head = {"accept_length": result.pop("accept_length"), "step": draft.step, "run": str(run)}
@@ -144,7 +144,7 @@ def curve(run: str | Path) -> list[dict]:
     texts = Texts(target, params, texts, config.evaluate.batch, mesh)
     points = []
     for draft in drafts:
-        accepted = walk(texts, _serving_draft(draft), config.evaluate.steps)
+        accepted = walk(texts, serving_draft(draft), config.evaluate.steps)
         length = evaluation.accept_length(evaluation.pairs(accepted))
         points.append(dict(step=draft.step, minutes=minutes[draft.step], accept_length=length))
     return points
@@ -162,7 +162,7 @@ def _serving_target(config: ServeConfig, meta: dict, mesh):
     return files, target, weights.load(files.directory, target, mesh)
 
 
-def _serving_draft(draft: checkpoint.LoadedDraft) -> DraftWeights:
+def serving_draft(draft: checkpoint.LoadedDraft) -> DraftWeights:
     """In the dtype that it is exported in, whatever it is then computed in."""
     graph, _, _ = model.abstract(draft.shape)
     exported = draft.meta["config"]["target"]["dtype"]

@@ -236,7 +236,7 @@ def test_options_are_only_written_where_they_are_on(tmp_path):
 def test_what_is_evaluated_is_what_is_exported(dtype):
     """Whatever dtype it is then computed in."""
     draft = fixture.draft("fc_norm", dtype)
-    ours = weight_map.export(jax.tree.map(np.asarray, commands._serving_draft(draft).params), draft.shape)
+    ours = weight_map.export(jax.tree.map(np.asarray, commands.serving_draft(draft).params), draft.shape)
     theirs = convert.weights_of(draft)
     assert ours.keys() <= theirs.keys()
     for name, x in ours.items():

@@ -27,7 +27,7 @@ SMOLLM2 = target_shape.TargetShape(
     ("name", "fused", "width", "vocabulary"),
     [
         ("demo", 1728, 576, 2048),
-        ("smollm2_135m", 1728, 576, 32000),
+        ("smollm2_135m", 1728, 576, 4096),
         ("llama31_8b", 12288, 4096, 32000),
         ("qwen3_8b", 12288, 4096, 32000),
         ("kimi_k2", 21504, 7168, 32000),

@@ -157,8 +157,8 @@ def test_a_leaf_that_no_gradient_reaches_is_reported(root, tmp_path, monkeypatch
 def test_a_target_tensor_that_slipped_into_the_draft_is_reported(root, tmp_path, monkeypatch):
     drawn = setup.initial_draft
 
-    def planted(*given):
-        graph, params, origins = drawn(*given)
+    def planted(config, shape, files, *given):
+        graph, params, origins = drawn(config, shape, files, *given)
         params["midlayer"]["gate"]["kernel"] = files.rows("model.layers.1.mlp.gate_proj.weight").T
         return graph, params, origins
 

@@ -5,7 +5,7 @@ that drafts, so one teacher-forced pass per draft gives what would otherwise tak
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 import jax
@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 
 from eagle3_jax import axes
 from eagle3_jax.decode.speculate import DraftWeights, pad_texts
+from eagle3_jax.decode.writer import Writer
 from eagle3_jax.draft import model
 from eagle3_jax.draft.unroll import proposals
 from eagle3_jax.target.model import Target
@@ -29,6 +30,23 @@ class Text(NamedTuple):
     prompt: Sequence[int]
     answer: Sequence[int]
     beyond: Sequence[int] = ()
+
+
+def written(
+    writer: Writer, params: dict, prompts: Sequence[Sequence[int]], *, limit: int, beyond: int,
+    end_tokens: Collection[int], batch: int, advance: Callable[[int], None] = lambda n: None,
+) -> list[Text]:  # fmt: skip
+    """The target's greedy answers to `prompts`, of `limit` tokens at most, and what it says `beyond` them."""
+    texts, order = [], sorted(prompts, key=len)
+    for start in range(0, len(order), batch):
+        part = order[start : start + batch]
+        filled = [*part, *[part[-1]] * (batch - len(part))]
+        for prompt, one in zip(part, writer.write(params, filled, limit + beyond, ()), strict=False):
+            ids = one.ids[one.answer :].tolist()
+            stop = next((i + 1 for i, t in enumerate(ids[:limit]) if t in end_tokens), limit)
+            texts.append(Text(prompt, ids[:stop], ids[stop : stop + beyond]))
+        advance(len(part) * (limit + beyond))
+    return texts
 
 
 class Texts:

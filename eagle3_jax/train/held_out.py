@@ -17,7 +17,7 @@ from eagle3_jax.data import chat
 from eagle3_jax.data.loader import Source, pack, row
 from eagle3_jax.decode import evaluate
 from eagle3_jax.decode.speculate import DraftWeights
-from eagle3_jax.decode.walk import Text, Texts, walk
+from eagle3_jax.decode.walk import Text, Texts, walk, written
 from eagle3_jax.decode.writer import Writer
 from eagle3_jax.draft import loss
 from eagle3_jax.errors import ConfigError, DataError
@@ -144,15 +144,9 @@ def _answered(config, source, order, ends: set[int], writer: Writer, params: dic
             f"none of {len(order):,} held-out conversations has a prompt of at most {room} tokens, which is what "
             f"evaluate.max_new_tokens={limit} leaves"
         )
-    prompts.sort(key=len)
-    batch, texts = axes.round_up(min(e.batch, len(prompts)), mesh.shape["data"]), []
+    batch = axes.round_up(min(e.batch, len(prompts)), mesh.shape["data"])
     with bar("held-out answers", len(prompts) * (limit + beyond), "tokens") as progress:
-        for start in range(0, len(prompts), batch):
-            part = prompts[start : start + batch]
-            filled = part + [part[-1]] * (batch - len(part))
-            for prompt, written in zip(part, writer.write(params, filled, limit + beyond, ()), strict=False):
-                ids = written.ids[written.answer :].tolist()
-                stop = next((i + 1 for i, t in enumerate(ids[:limit]) if t in ends), limit)
-                texts.append(Text(prompt, ids[:stop], ids[stop : stop + beyond]))
-            progress.advance(len(part) * (limit + beyond))
-    return texts
+        return written(
+            writer, params, prompts, limit=limit, beyond=beyond, end_tokens=ends, batch=batch,
+            advance=progress.advance,
+        )  # fmt: skip
