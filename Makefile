@@ -26,6 +26,7 @@ help:
 
 demo: $(VENV)/.installed
 	$(VENV)/bin/eagle3 demo
+	$(VENV)/bin/eagle3 report runs/demo
 	$(VENV)/bin/bridge convert runs/demo runs/demo-export
 	$(VENV)/bin/bridge check runs/demo-export
 

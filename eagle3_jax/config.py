@@ -265,7 +265,9 @@ def _override(tree: dict, item: str) -> None:
     *parents, leaf = dotted.split(".")
     node = tree
     for name in parents:
-        node = node.setdefault(name, {})
+        if node.get(name) is None:  # not there, or `store: null`
+            node[name] = {}
+        node = node[name]
         if not isinstance(node, dict):
             raise ConfigError(f"override {item!r}: {name} is a value, not a section")
     try:

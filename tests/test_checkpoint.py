@@ -292,6 +292,12 @@ def test_a_start_killed_half_way_is_written_again(copy, capsys):
     assert "begins again" in capsys.readouterr().err
 
 
+def test_a_relative_path_will_do(copy, monkeypatch):
+    monkeypatch.chdir(copy.parent)
+    assert checkpoint.holds(copy.name, CONFIG)
+    assert checkpoint.load_draft(copy.name).step == 4
+
+
 def test_a_damaged_start_of_a_run_with_steps_is_an_error(copy):
     shutil.rmtree(copy / "start" / "frozen")
     with pytest.raises(CheckpointError, match="damaged"):

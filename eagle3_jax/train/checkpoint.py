@@ -360,7 +360,7 @@ def _plain(tree: dict) -> dict:
 def _item(where: Path) -> dict:
     """The tree of what an item holds: shapes and dtypes, no arrays."""
     with _damage(where):
-        return ocp.PyTreeCheckpointHandler().metadata(where).tree
+        return ocp.PyTreeCheckpointHandler().metadata(where.resolve()).tree  # it takes no relative path
 
 
 def _read(where: Path, meta: dict) -> dict:
