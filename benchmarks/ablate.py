@@ -46,7 +46,6 @@ RATES = (3e-4, 1e-3, 3e-3)
 
 SETTINGS = {
     **{f"baseline, seed {seed}": {"train.seed": seed} for seed in range(3)},
-    "answers of the data set": {"data.answers": "data"},
     "mask eagle": {"train.mask": "eagle"},
     **{f"unroll {k}": {"train.unroll": k} for k in (1, 5, 7)},
     **{f"draft vocabulary {v}": {"draft.vocab_size": v} for v in (2048, 8192, 16384)},
@@ -55,6 +54,7 @@ SETTINGS = {
     "fc_norm, norm_output (EAGLE 3.1)": {"draft.fc_norm": True, "draft.norm_output": True},
     "loss lk_alpha": {"train.loss": "lk_alpha"},
     "loss lk_lambda": {"train.loss": "lk_lambda"},
+    "answers of the data set": {"data.answers": "data"},
 }
 
 
