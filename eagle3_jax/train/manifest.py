@@ -2,8 +2,10 @@
 
 import functools
 import importlib.metadata
+import os
 import platform
 import re
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -129,5 +131,12 @@ def versions() -> dict[str, str]:
     device = jax.devices()[0]
     return {name: importlib.metadata.version(name) for name in names} | {
         "python": platform.python_version(),
-        "device": f"{device.platform} {device.device_kind}",
+        "device": machine() if device.platform == "cpu" else f"{device.platform} {device.device_kind}",
     }
+
+
+def machine() -> str:
+    """The processor's name and its cores, as far as the system tells."""
+    info = Path("/proc/cpuinfo")
+    found = re.search(r"model name\s*: (.*)", info.read_text()) if info.exists() else None
+    return f"{found[1] if found else platform.machine()}, {os.cpu_count()} cores"

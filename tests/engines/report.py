@@ -2,13 +2,13 @@
 
 import dataclasses
 import json
-import os
 import platform
 import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from eagle3_jax.decode.speculate import Answer
+from eagle3_jax.train import manifest
 
 # Name of the test modules -> name, package, file with its version.
 ENGINES = {
@@ -66,7 +66,7 @@ INTRODUCTION = """\
 # What the engines make of a draft directory
 
 Written by `make engines-report`, which runs `tests/engines` with every engine required; a figure stands here only if
-its test passed. Measured on {cpu}, {cores} cores, Python {python}, everything in float32 unless said otherwise.
+its test passed. Measured on {machine}, Python {python}, everything in float32 unless said otherwise.
 
 - **loads whole**: every parameter was NaN before loading and none after it; no tensor was left over.
 - **aux states**, **logits**: largest difference to ours, of the states as a share of their root mean square.
@@ -104,7 +104,7 @@ def markdown(rows: Sequence[Row], root: Path) -> str:
     body = [r.cells(_version(r.engine, root)) for r in rows]
     lines = ["| " + " | ".join(cells) + " |" for cells in (HEAD, ["---"] * len(HEAD), *body)]
     step = json.loads((root / "runs/demo/evaluate.json").read_text())["step"]
-    head = INTRODUCTION.format(cpu=_cpu(), cores=os.cpu_count(), python=platform.python_version(), step=step)
+    head = INTRODUCTION.format(machine=manifest.machine(), python=platform.python_version(), step=step)
     return head + "\n".join(lines) + "\n" + NOT_RUN
 
 
@@ -112,9 +112,3 @@ def _version(engine: str, root: Path) -> str:
     _, package, file = ENGINES[engine]
     text = (root / "bridge/requirements" / file).read_text()
     return re.search(rf"^{package}==(\S+)", text, re.MULTILINE)[1]
-
-
-def _cpu() -> str:
-    info = Path("/proc/cpuinfo")
-    found = re.search(r"model name\s*: (.*)", info.read_text()) if info.exists() else None
-    return found[1] if found else platform.machine()
