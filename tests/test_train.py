@@ -115,6 +115,23 @@ def test_inspect_finds_nothing_wrong_with_a_sound_run(whole):
     assert losses(whole)[-1] < losses(whole)[0]
 
 
+def test_a_head_that_is_not_the_targets_file_is_reported(whole, monkeypatch):
+    """Of the frozen head a checkpoint has the digest alone."""
+    assert inspect(whole).leaves["target/head/kernel"].origin_check == "verified"
+    real = tensors.open_tensors
+
+    def other(path):
+        files = dict(real(path))
+        head = files["lm_head.weight"][...].copy()
+        head[checkpoint.load_draft(whole).d2t[-1] + len(checkpoint.load_draft(whole).d2t) - 1, 0] += 1e-3
+        return files | {"lm_head.weight": head}
+
+    monkeypatch.setattr(tensors, "open_tensors", other)
+    only_finding(
+        whole, "target/head/kernel is declared rows of target tensor lm_head.weight, but at step 0 it is not"
+    )
+
+
 def test_an_embedding_that_is_trained_moves_and_inspect_fails(root, tmp_path):
     run = short(root, tmp_path / "run", 'train.freeze=["target/.*"]')
     leaf = inspect(run).leaves["embedding/embedding"]

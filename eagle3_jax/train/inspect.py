@@ -18,6 +18,7 @@ from eagle3_jax.errors import CheckpointError, WeightError
 from eagle3_jax.train import checkpoint, manifest
 
 EMBEDDING, EMBEDDING_TENSOR = "embedding/embedding", "model.embed_tokens.weight"
+TARGET_HEAD = "target/head/kernel"
 NO_TARGET = "not verified: target not found"
 CLOSE = 1e-5  # of the leaf's maximum: the same seed on another kind of machine
 
@@ -60,11 +61,11 @@ class Report:
             table.add_row(path, shape, leaf.label, _since(leaf), leaf.origin, leaf.origin_check)
         # A line that runs on reads better than a cell of four lines.
         Console(file=console.file, width=max(console.width, 190)).print(table)
-        console.print(f"began: {self.began}", highlight=False)
+        console.print(f"began: {self.began}", highlight=False, soft_wrap=True)
         for key, value in self.embedding.items():
-            console.print(f"embedding, {key.replace('_', ' ')}: {value}", highlight=False)
+            console.print(f"embedding, {key.replace('_', ' ')}: {_shown(value)}", highlight=False)
         for key, value in _lines(self.facts):
-            console.print(f"{key}: {value}", highlight=False, soft_wrap=True)
+            console.print(f"{key}: {_shown(value)}", highlight=False, soft_wrap=True)
         for finding in self.findings:
             console.print(f"FINDING: {finding}", style="bold red", highlight=False, markup=False)
         if not self.findings:
@@ -79,6 +80,14 @@ def _lines(facts: dict, prefix: str = ""):
             yield from _lines(value, f"{name}, ")
         else:
             yield name, value
+
+
+def _shown(value) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def _since(leaf: Leaf) -> str:
@@ -117,7 +126,7 @@ def inspect(run_dir: str | Path, step: checkpoint.Step = None) -> Report:
             findings.append(f"{path} is labelled train but the checkpoint does not hold it")
         elif meta["step"]:
             findings += _movement(path, leaf, was[path], now[path])
-        leaf.origin_check, problem = origins.check(path, leaf.origin)
+        leaf.origin_check, problem = origins.check(path, entry)
         findings += problem
     findings += [f"{path} is in the checkpoint but not in the manifest" for path in now if path not in told]
 
@@ -197,8 +206,11 @@ class _Origins:
             except WeightError:  # reads as "target not found" below
                 self.target = {}
 
-    def check(self, path: str, origin: str) -> tuple[str, list[str]]:
-        """(verified | wrong | not verified: why, findings) of a leaf."""
+    def check(self, path: str, entry: dict) -> tuple[str, list[str]]:
+        """(verified | wrong | not verified: why, findings) of a leaf with this entry in the manifest."""
+        origin = entry["origin"]
+        if path == TARGET_HEAD and len(entry["shape"]) == 2 and entry["shape"][0] == len(self._ids):
+            return self._head_rows(entry)
         if path not in self._start:
             return "not verified: not in the checkpoint", []
         if origin.startswith(manifest.RANDOM):
@@ -234,6 +246,18 @@ class _Origins:
         if name in self.target and self._equals(path, name):
             return "verified", []
         return "wrong", [f"{path} is declared a copy of target tensor {name}, but at step 0 it is not"]
+
+    def _head_rows(self, entry: dict) -> tuple[str, list[str]]:
+        """The target's head, of which training offline holds the draft vocabulary's rows; only their digest is kept."""
+        if not self.target:
+            return NO_TARGET, []
+        name = entry["origin"].removeprefix(manifest.COPIED)
+        rows = (
+            self.target[name][...][self._ids].astype(entry["dtype"]) if name in self.target else np.zeros(0)
+        )
+        if manifest.digest(rows) == entry["start_digest"]:
+            return "verified", []
+        return "wrong", [f"{TARGET_HEAD} is declared rows of target tensor {name}, but at step 0 it is not"]
 
     def _warm(self, path: str, source: str) -> tuple[str, list[str]]:
         run, step = re.fullmatch(r"(.*?)(?: step (\d+))?", source).groups()
