@@ -28,10 +28,11 @@ def commands_of(page: str) -> list[str]:
 
 
 def needs_engine(command: str) -> bool:
-    """Whether the real SGLang has to run for it."""
+    """Whether it looks for the real SGLang."""
     words = command.split()
-    starts = words[:2] in ([".venv/bin/bridge", "serve"], [".venv/bin/bridge", "verify"])
-    return "--verify" in words or (starts and "--print" not in words)
+    return "--verify" in words or words[:2] in (
+        [".venv/bin/bridge", "serve"], [".venv/bin/bridge", "verify"],
+    )  # fmt: skip
 
 
 def project(root: Path) -> Path:

@@ -174,6 +174,7 @@ def test_a_wrong_call_is_refused(arguments, message):
 
 DEMO = [
     ".venv/bin/eagle3 demo",
+    ".venv/bin/eagle3 report runs/demo",
     ".venv/bin/bridge convert runs/demo runs/demo-export",
     ".venv/bin/bridge check runs/demo-export",
 ]
@@ -182,7 +183,7 @@ DEMO = [
 def test_make_demo_installs_no_torch_and_passes_the_minutes_on():
     out = _run("make", "-n", "-B", "demo", "PYTHON=python3", "DEMO_MINUTES=5").stdout
     assert "-c constraints.txt -e .\n" in out
-    assert out.splitlines()[-3:] == DEMO
+    assert out.splitlines()[-len(DEMO) :] == DEMO
     assert "torch" not in out and "[bridge]" not in out
 
 
@@ -197,7 +198,7 @@ def test_make_demo_installs_once_and_hands_the_minutes_to_the_demo(tmp_path):
         (tmp_path / done).touch()
     for command in (["make", "DEMO_MINUTES=5"], ["env", "DEMO_MINUTES=5", "make"]):
         out = _run(*command, "-f", ROOT / "Makefile", "demo", cwd=tmp_path)
-        said = ["demo for 5 minutes", "convert for 5 minutes", "check for 5 minutes"]
+        said = [f"{line.split()[1]} for 5 minutes" for line in DEMO]
         assert out.stdout.splitlines() == [line for pair in zip(DEMO, said, strict=True) for line in pair]
 
 

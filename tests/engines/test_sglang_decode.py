@@ -81,6 +81,7 @@ def test_the_cases_can_tell_right_from_wrong(case):
     assert min(gaps) > evaluate.NEAR_TIE
 
 
+@pytest.mark.usefixtures("sglang")  # a control of the engine's test, and of no use without it
 def test_wrong_aux_states_change_what_the_blind_draft_proposes():
     """The control for equal proposals: in our decoder, states in another order, or of other layers."""
     target, draft = tiny.tiny(tiny.SERVED), tiny.trained(True, tiny.SERVED)
