@@ -13,8 +13,17 @@ os.environ["XLA_FLAGS"] = " ".join(
 )
 
 import jax
+import pytest
 
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_default_matmul_precision", "highest")
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    """A tiny project with data prepared and features captured."""
+    import tiny
+
+    return tiny.prepared(tmp_path_factory.mktemp("project"))

@@ -24,12 +24,6 @@ DRAFT_IDS = np.flatnonzero(np.arange(V) % 5 > 1)
 VOCABULARY = Vocabulary(
     jnp.asarray(DRAFT_IDS - np.arange(U), jnp.int32), jnp.asarray(np.isin(np.arange(V), DRAFT_IDS))
 )
-# Nearly all that these tests take is compiling.
-QUICK = {
-    "xla_backend_optimization_level": 0,
-    "xla_llvm_disable_expensive_passes": True,
-    "xla_cpu_use_fusion_emitters": False,
-}
 
 
 def train(**changes) -> Train:

@@ -1,6 +1,5 @@
 """A draft directory becomes a run: nothing of it changes on the way, and training goes on from it."""
 
-import functools
 import json
 import shutil
 
@@ -9,7 +8,6 @@ import numpy as np
 import pytest
 import tiny
 from bridge_fixture import edit_config
-from step_fixture import QUICK
 from typer.testing import CliRunner
 
 from bridge import cli as bridge_cli
@@ -19,19 +17,6 @@ from eagle3_jax.errors import CheckpointError, ConfigError
 from eagle3_jax.train import checkpoint
 from eagle3_jax.train.inspect import inspect
 from eagle3_jax.train.loop import train
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick():
-    """Compiling is nearly all that these tests take."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jax, "jit", functools.partial(jax.jit, compiler_options=QUICK))
-        yield
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory, quick):
-    return tiny.prepared(tmp_path_factory.mktemp("project"))
 
 
 @pytest.fixture(scope="module")

@@ -14,11 +14,6 @@ from bridge import cli as bridge_cli
 from eagle3_jax import cli, config, tensors
 
 
-@pytest.fixture(scope="module")
-def root(tmp_path_factory):
-    return tiny.prepared(tmp_path_factory.mktemp("project"))
-
-
 def save_config(root) -> str:
     path = root / "tiny.yaml"
     path.write_text(yaml.safe_dump(config.to_dict(tiny.config(root))))

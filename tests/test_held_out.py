@@ -1,13 +1,10 @@
 """Evaluation while training: what it measures, that it changes nothing, which step it keeps and when it stops."""
 
-import functools
 import json
 
-import jax
 import numpy as np
 import pytest
 import tiny
-from step_fixture import QUICK
 from typer.testing import CliRunner
 
 from eagle3_jax import axes, cli
@@ -20,19 +17,6 @@ from eagle3_jax.train.held_out import HeldOut, stalled
 from eagle3_jax.train.loop import train
 
 EVERY = ("train.evaluate_every=4", "evaluate.max_new_tokens=24", "evaluate.steps=2")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick():
-    """Compiling is nearly all that these tests take."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jax, "jit", functools.partial(jax.jit, compiler_options=QUICK))
-        yield
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory, quick):
-    return tiny.prepared(tmp_path_factory.mktemp("project"))
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,5 @@
 """The report of a run: in a real browser, against the run's own files; and of runs that lack nearly everything."""
 
-import functools
 import itertools
 import json
 import os
@@ -8,11 +7,9 @@ import shutil
 from html.parser import HTMLParser
 from types import SimpleNamespace
 
-import jax
 import numpy as np
 import pytest
 import tiny
-from step_fixture import QUICK
 
 from eagle3_jax import cli, commands
 from eagle3_jax.data import prepare
@@ -27,13 +24,9 @@ HOSTILE = "</script><img src=http://example.com/x onerror=alert(1)>"
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
+def whole(root):
     """A real run of the tiny target, with evaluations whose numbers the real code counted."""
-    root = tmp_path_factory.mktemp("project")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jax, "jit", functools.partial(jax.jit, compiler_options=QUICK))
-        tiny.prepared(root)
-        run = train(tiny.config(root, "train.steps=6", "train.save_every=3"))
+    run = train(tiny.config(root, "train.steps=6", "train.save_every=3"))
     for name, step, luck in (("evaluate_untrained.json", 0, 0.05), ("evaluate.json", 6, 0.6)):
         commands.save_json(run / name, evaluated(step, luck))
     lines = [

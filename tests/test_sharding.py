@@ -33,7 +33,7 @@ def one_sgd_step(data: int, model: int):
         moved, _ = optim.update(step.tx, grads, optim.init(step.tx, trained, frozen), trained, frozen)
         return value, grads, moved
 
-    jitted = jax.jit(run, out_shardings=(axes.named(mesh, ""), where, where), compiler_options=fixture.QUICK)
+    jitted = jax.jit(run, out_shardings=(axes.named(mesh, ""), where, where))
     return jitted(trained, frozen, batch)
 
 
@@ -47,7 +47,7 @@ def five_steps(data: int, model: int):
     opt_where = opt_shardings(mesh, jax.eval_shape(lambda: optim.init(step.tx, trained, frozen)), where)
     opt = jax.jit(lambda a, b: optim.init(step.tx, a, b), out_shardings=opt_where)(trained, frozen)
     jitted = step.compiled(mesh, where, opt_where, frozen_where)
-    run = jitted.lower(trained, opt, frozen, batch).compile(compiler_options=fixture.QUICK)
+    run = jitted.lower(trained, opt, frozen, batch).compile()
     losses = []
     for _ in range(5):
         trained, opt, metrics = run(trained, opt, frozen, batch)

@@ -26,7 +26,7 @@ def gradients(case, micro_batches: int = 1, devices: int = 1, few_rows: bool = F
         data["rows"] = needed_rows(data, settings.unroll, mask)
         assert data["rows"].shape[1] < data["ids"].shape[1]
     trained, frozen, batch = fixture.placed(axes.make_mesh(devices, 1), data=data)
-    run = jax.jit(fixture.make(settings).gradients, compiler_options=fixture.QUICK)
+    run = jax.jit(fixture.make(settings).gradients)
     return jax.device_get(run(trained, frozen, batch))
 
 

@@ -16,11 +16,6 @@ from eagle3_jax.train.loop import train
 FULL_DISK = Path(__file__).with_name("full_disk.py")
 
 
-@pytest.fixture(scope="module")
-def root(tmp_path_factory):
-    return tiny.prepared(tmp_path_factory.mktemp("project"))
-
-
 def test_a_run_that_is_killed_three_times_ends_bit_for_bit_as_one_that_was_not(root):
     steps = soak.steps_for(len(soak.KINDS))
     soak.finish(root, root / "whole", steps)

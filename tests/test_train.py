@@ -1,6 +1,5 @@
 """Whole runs on a tiny target: resume, inspect, planted faults, and features online against offline."""
 
-import functools
 import json
 import os
 import shutil
@@ -12,7 +11,6 @@ import numpy as np
 import optax
 import pytest
 import tiny
-from step_fixture import QUICK
 from typer.testing import CliRunner
 
 from eagle3_jax import axes, cli, commands, tensors
@@ -24,19 +22,6 @@ from eagle3_jax.train import checkpoint, manifest, optim, setup
 from eagle3_jax.train.inspect import inspect
 from eagle3_jax.train.loop import train
 from eagle3_jax.train.step import Step
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick():
-    """Compiling is nearly all that these tests take."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jax, "jit", functools.partial(jax.jit, compiler_options=QUICK))
-        yield
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory, quick):
-    return tiny.prepared(tmp_path_factory.mktemp("project"))
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from step_fixture import QUICK
 
 from eagle3_jax.data.loader import row
 from eagle3_jax.draft import model
@@ -79,7 +78,7 @@ def compiled(mask: str):
         weights = 0.8 ** jnp.arange(K)
         return jnp.vdot(weights, sums.ce + 0.5 * sums.alpha - 0.3 * sums.rate), sums
 
-    return jax.jit(jax.value_and_grad(total, (0, 1, 2), has_aux=True), compiler_options=QUICK)
+    return jax.jit(jax.value_and_grad(total, (0, 1, 2), has_aux=True))
 
 
 def run(batch: Batch, mask: str):
@@ -243,7 +242,7 @@ def test_oov_rows_are_dropped_or_kept_and_never_count_as_right():
             for rule in ("drop", "keep")
         }
 
-    sums = jax.jit(both, compiler_options=QUICK)(batch)
+    sums = jax.jit(both)(batch)
     np.testing.assert_array_equal(sums["keep"].rows, sums["keep"].supervised)
     np.testing.assert_array_equal(sums["drop"].supervised, sums["keep"].supervised)
     for k in range(2):
