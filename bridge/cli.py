@@ -72,12 +72,17 @@ def check(
     target: Annotated[
         str | None, typer.Option(help="Hugging Face directory of the target: compare with it")
     ] = None,
+    engine: Annotated[
+        str | None,
+        typer.Option(help="NAME or NAME:VERSION, as sglang:0.5.11, vllm, sglang-jax; SGLang 0.5.23"),
+    ] = None,
+    launch: Annotated[str | None, typer.Option(help="the command that serves it, to be checked, too")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print the findings as JSON")] = False,
 ) -> None:
-    """Will SGLang load every tensor and read the config as meant? Exit code 1 where it will not."""
+    """Will an engine load every tensor and read the config as meant? Exit code 1 where it will not."""
     from bridge import check as module
 
-    findings = module.check(directory, target)
+    findings = module.check(directory, target, engine, launch)
     if as_json:
         print(json.dumps([dataclasses.asdict(f) for f in findings], indent=2))
     elif findings:
@@ -90,9 +95,15 @@ def check(
         Console().print(table)
     errors = sum(f.severity == "error" for f in findings)
     if not as_json:
-        verdict = f"{errors} errors" if errors else "every tensor loads, the config is consistent"
+        verdict = _verdict(errors, len(findings))
         print(f"{directory}: {verdict}")
     raise typer.Exit(1 if errors else 0)
+
+
+def _verdict(errors: int, findings: int) -> str:
+    if errors:
+        return f"{errors} error{'s' * (errors > 1)}"
+    return "every tensor loads, the config is consistent" + (" but for the above" if findings else "")
 
 
 @app.command()

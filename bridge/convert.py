@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 
 import eagle3_jax
-from bridge import engines, sglang, weight_map
+from bridge import engines, fields, sglang, weight_map
 from eagle3_jax import tensors
 from eagle3_jax.decode.drafting import Drafting
 from eagle3_jax.draft.shape import DraftShape
@@ -72,9 +72,14 @@ def weights_of(draft) -> dict[str, np.ndarray]:
     for path, leaf in draft.meta["manifest"]["leaves"].items():
         if path.startswith("embedding/") and leaf["label"] != "frozen":
             raise WeightError(
-                f"{path} was trained, but {engines.SGLANG} serves a draft with the target's own embedding: "
+                f"{path} was trained, but {engines.find().title} serves a draft with the target's own embedding: "
                 "the draft would compute something else; freeze it (train.freeze)"
             )
+    if shape.norm_before_residual:
+        raise WeightError(
+            f"the draft's residual is the normed state (norm_before_residual), {engines.find().title} adds the "
+            "un-normed one whatever the config says: it would compute something else"
+        )
     if draft.embedding.shape != (wanted := (shape.vocab_size, shape.hidden_size)):
         raise WeightError(
             f"the draft's embedding is {list(draft.embedding.shape)}, the target's {list(wanted)} wanted: "
@@ -103,8 +108,8 @@ def config_of(draft, run: Path, predicted: dict | None) -> dict:
     dtype = meta["config"]["target"]["dtype"]
     facts = meta["manifest"]["facts"]
     return {
-        "architectures": [engines.ARCHITECTURE],
-        "model_type": engines.MODEL_TYPE,
+        "architectures": [fields.ARCHITECTURE],
+        "model_type": fields.MODEL_TYPE,
         "hidden_size": shape.hidden_size,
         "intermediate_size": shape.intermediate_size,
         "num_hidden_layers": 1,
@@ -119,10 +124,10 @@ def config_of(draft, run: Path, predicted: dict | None) -> dict:
         "draft_vocab_size": shape.draft_vocab_size,
         "tie_word_embeddings": False,
         "max_position_embeddings": shape.max_position_embeddings,
-        **engines.rope_fields(shape.rope_theta, dict(shape.rope_scaling) if shape.rope_scaling else None),
-        **engines.aux_fields(tuple(meta["aux_layers"])),
+        **fields.rope_fields(shape.rope_theta, dict(shape.rope_scaling) if shape.rope_scaling else None),
+        **fields.aux_fields(tuple(meta["aux_layers"])),
         # Only where true: a `norm_output` of false means to SpecForge that no norm stands before the head.
-        **{name: True for name in ("fc_norm", "norm_output") if getattr(shape, name)},
+        **{name: True for name in engines.OPTIONS if getattr(shape, name)},
         **_special_tokens(meta["target"]["path"]),
         "torch_dtype": dtype,
         "dtype": dtype,

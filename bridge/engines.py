@@ -1,150 +1,149 @@
-"""What SGLang 0.5.23 reads of a draft directory, as data: names, config fields, the aux-layer convention.
+"""What each engine, and which version of it, reads of a draft directory, as data.
 
-vLLM and llama.cpp are mentioned where one directory has to serve them too.
+Read in the engines' source; SGLang 0.5.23 and vLLM 0.32.0 were also run (docs/engines.md). `check` judges a directory
+by these rules, `doctor` loads it by them.
 """
 
+import dataclasses
 import re
 
-from eagle3_jax.draft.shape import DraftShape
 from eagle3_jax.errors import ConfigError
 
-SGLANG = "SGLang 0.5.23"
-ARCHITECTURE = "LlamaForCausalLMEagle3"
-MODEL_TYPE = "llama"
 ALGORITHM = "EAGLE3"  # `EAGLE` starts and serves with the same directory, but accepts nothing
-
-# config.json fields without which a size would silently be transformers' default for Llama 2 7B.
-SIZES = (
-    "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "num_hidden_layers",
-    "vocab_size", "draft_vocab_size", "max_position_embeddings",
-)  # fmt: skip
-
-# rope_type -> the fields that it cannot do without
-ROPE_TYPES = {
-    "default": (),
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    "yarn": ("factor", "original_max_position_embeddings"),
-}
-
-# Targets (model_type) for which SGLang takes a list of aux ids that does not begin with 1 as layer inputs.
-AS_INPUTS = ("deepseek_v2", "deepseek_v3", "kimi_k2", "kimi_k25", "glm4_moe_lite")
-# Targets whose captured states are not the residual stream that transformers calls hidden_states.
-OTHER_STATES = ("gemma3", "gemma3_text")
-
-# Other spellings of our names (pattern, replacement), and what the engines do with such a tensor.
-SPELLINGS = (
-    (r"^model\.lm_head\.", "lm_head.", "SGLang drops it without a word"),
-    (r"^(model\.)?midlayer\.0\.", "midlayer.", "SGLang drops it without a word"),
-    (r"^(model\.)?decoder\.", "midlayer.", "SGLang drops it without a word"),
-    (r"^(model\.)?fcs\.", "fc.", "SGLang drops it without a word"),
-    (r"^layers\.0\.", "midlayer.", "SGLang before 0.5.12 drops it without a word"),
-    (r"^model\.layers\.0\.", "midlayer.", "SGLang before 0.5.12 drops it without a word, vLLM refuses it"),
-    (r"^model\.", "", "vLLM refuses it"),
-    (r"^aux_norm_low\.", "fc_norm.0.", "only SGLang knows it"),
-    (r"^aux_norm_mid\.", "fc_norm.1.", "only SGLang knows it"),
-    (r"^aux_norm_high\.", "fc_norm.2.", "only SGLang knows it"),
-)
-EXTRA = "SGLang drops it without a word, vLLM refuses the file"
-UNFILLED = "export it: SGLang leaves that parameter uninitialised, without a word"
-MISSING = {
-    "embed_tokens.weight": "export it: SGLang uses the target's, but parity and other tools read this one",
-    "d2t": "export it: without it SGLang takes draft ids for target ids",
-    "t2d": "export it: SGLang does without, trainers and converters do not",
-}
+OPTIONS = ("fc_norm", "norm_output", "norm_before_fc", "norm_before_residual")
+FIELDS = {"fc_norm": ("fc_norm", "use_aux_norm"), "norm_before_fc": ("norm_before_fc",)}  # other spellings
 
 
-def spelled(name: str) -> list[tuple[str, str]]:
-    """What a tensor of this unknown name may be meant as: (our name, what the engines do with it)."""
-    return [(re.sub(p, r, name), effect) for p, r, effect in SPELLINGS if re.search(p, name)]
+@dataclasses.dataclass(frozen=True)
+class Engine:
+    """The rules of one engine from `since` on, up to its next entry in ENGINES."""
 
-
-def aux_fields(layers: tuple[int, ...]) -> dict:
-    """Config fields for these layer outputs: SGLang reads the nested list and means outputs, vLLM and
-    llama.cpp prefer the top-level one and mean inputs."""
-    return {
-        "num_aux_hidden_states": len(layers),
-        "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(layers), "use_aux_hidden_state": True},
-        "eagle_aux_hidden_state_layer_ids": [k + 1 for k in layers],
-    }
-
-
-def rope_fields(theta: float, scaling: dict | None) -> dict:
-    """RoPE under transformers 4's names and under transformers 5's."""
-    return {
-        "rope_theta": theta,
-        "rope_scaling": scaling,
-        "rope_parameters": (scaling or {"rope_type": "default"}) | {"rope_theta": theta},
-    }
-
-
-def rope_of(config: dict, schema: str) -> tuple[float, dict | None] | None:
-    """(theta, scaling with its `rope_type`, or None) as a config states it under `rope_parameters` or
-    `rope_theta`; None where that schema is absent. Raises ConfigError for a RoPE that nobody can compute."""
-    if schema == "rope_parameters":
-        fields = config.get("rope_parameters")
-        theta = fields.get("rope_theta") if isinstance(fields, dict) else None
-    else:
-        fields, theta = config.get("rope_scaling") or {}, config.get("rope_theta")
-    if fields is None or theta is None:
-        return None
-    if not isinstance(fields, dict) or not isinstance(theta, int | float):
-        raise ConfigError(f"{schema}: theta={theta!r} with {fields!r} is no RoPE")
-    kind = fields.get("rope_type", fields.get("type", "default"))
-    if kind not in ROPE_TYPES:
-        raise ConfigError(f"{schema}: rope_type={kind!r}; known: {', '.join(ROPE_TYPES)}")
-    if absent := [k for k in ROPE_TYPES[kind] if not isinstance(fields.get(k), int | float)]:
-        raise ConfigError(f"{schema}: rope_type={kind!r} without a number for {absent[0]!r}")
-    scaling = {k: v for k, v in fields.items() if k not in ("type", "rope_type", "rope_theta")}
-    return float(theta), None if kind == "default" else scaling | {"rope_type": kind}
-
-
-def aux_layers(config: dict) -> object:
-    """What SGLang is told to capture, as found: a list of layer outputs if all is well, None for its default."""
-    nested = config.get("eagle_config")
-    return nested.get("eagle_aux_hidden_state_layer_ids") if isinstance(nested, dict) else None
-
-
-def unusable_sizes(config: dict) -> list[str]:
-    """Keys without which, or with whose values, no draft can be built."""
-    stated = SIZES + tuple(k for k in ("head_dim", "num_aux_hidden_states") if config.get(k) is not None)
-    bad = [k for k in stated if type(config.get(k)) is not int or config[k] < 1]
-    eps = config.get("rms_norm_eps")
-    return bad if type(eps) is float and eps > 0 else [*bad, "rms_norm_eps"]
-
-
-def more_shapes(config: dict, shape: DraftShape) -> dict[str, tuple[int, ...]]:
-    """Tensors that SGLang reads for options which our drafts do not have."""
-    nested = config.get("eagle_config")
-    before_fc = config.get("norm_before_fc") or (isinstance(nested, dict) and nested.get("norm_before_fc"))
-    return {"input_norm.weight": (shape.sizes["m"],)} if before_fc else {}
-
-
-def draft_shape(config: dict, where: str) -> DraftShape:
-    """The draft that SGLang builds from a config.json. Raises ConfigError naming the first unusable field."""
-    for key in unusable_sizes(config):
-        raise ConfigError(f"{where}: {key}={config.get(key)!r}; a positive number is wanted")
-    heads, layers = config["num_attention_heads"], aux_layers(config)
-    try:
-        theta, scaling = (
-            rope_of(config, "rope_parameters") or rope_of(config, "rope_theta") or (10_000.0, None)
-        )
-    except ConfigError as error:
-        raise ConfigError(f"{where}: {error}") from None
-    return DraftShape(
-        hidden_size=config["hidden_size"],
-        num_aux_hidden_states=config.get("num_aux_hidden_states")
-        or (len(layers) if isinstance(layers, list) else 3),
-        intermediate_size=config["intermediate_size"],
-        num_attention_heads=heads,
-        num_key_value_heads=config["num_key_value_heads"],
-        head_dim=config.get("head_dim") or config["hidden_size"] // heads,
-        vocab_size=config["vocab_size"],
-        draft_vocab_size=config["draft_vocab_size"],
-        max_position_embeddings=config["max_position_embeddings"],
-        rms_norm_eps=config["rms_norm_eps"],
-        rope_theta=theta,
-        rope_scaling=None if scaling is None else tuple(sorted(scaling.items())),
-        fc_norm=bool(config.get("fc_norm") or config.get("use_aux_norm")),
-        norm_output=bool(config.get("norm_output")),
+    name: str
+    since: str
+    layer: tuple[str, ...] = ("midlayer.", "layers.0.")  # how the decoder layer's tensors may begin
+    model_prefix: bool = False  # also finds `model.NAME`
+    extra: str = "drops"  # what it does with a tensor that it does not know: "drops", "warns" or "refuses"
+    missing: str = (
+        "leaves"  # what it does with a parameter that nothing fills: "leaves" (random), "warns", "refuses"
     )
+    embedding: str = (
+        "target"  # whose embedding it serves with where the file has one, too: "target" or "file"
+    )
+    aux: str = "nested"  # "nested": outputs, in eagle_config; "either": inputs, at the top, else nested;
+    #                      "top": inputs, at the top alone; "fixed": its default layers, whatever the config says
+    options: tuple[str, ...] = OPTIONS  # what it honours
+    states: int | None = None  # aux states that it can take, None: any number
+    layers: bool = True  # whether it runs more than one decoder layer
+    architectures: tuple[str, ...] = ("LlamaForCausalLMEagle3",)
+    nested: bool = False  # reads speculators' config, the draft's sizes under transformer_layer_config
+
+    @property
+    def title(self) -> str:
+        return f"{TITLES[self.name]} {self.since}"
+
+    def loads(self, name: str) -> str | None:
+        """Our name of the tensor into which it loads the file's `name`; None where it does not know that name."""
+        if self.model_prefix and name.startswith("model.") and not name.startswith("model.lm_head."):
+            name = name.removeprefix("model.")
+        if self.name == "sglang":  # it looks for these words anywhere in a name
+            name = next((word for word in ("d2t", "t2d") if word in name), name)
+            for old, new in LEGACY_NORMS:
+                name = name.replace(old, new) if "fc_norm" in self.options else name
+        if name.startswith(("midlayer.", "layers.")):
+            found = next((p for p in self.layer if name.startswith(p)), None)
+            return found and f"midlayer.{name.removeprefix(found)}"
+        return name
+
+    def effect(self, known: bool) -> str:
+        """What it does with a tensor under a name that it does not know, or (`known`) may know it by."""
+        if known:
+            return f"{self.title} loads it, other engines do not"
+        return {
+            "drops": f"{self.title} drops it without a word",
+            "warns": f"{self.title} leaves it out with a warning",
+            "refuses": f"{self.title} refuses the file",
+        }[self.extra]
+
+
+TITLES = {
+    "sglang": "SGLang", "vllm": "vLLM", "sglang-jax": "sglang-jax", "tpu-inference": "tpu-inference",
+    "llama.cpp": "llama.cpp", "speculators": "speculators",
+}  # fmt: skip
+LEGACY_NORMS = (("aux_norm_low", "fc_norm.0"), ("aux_norm_mid", "fc_norm.1"), ("aux_norm_high", "fc_norm.2"))
+NEW_SGLANG = dict(model_prefix=True)
+
+# An engine's entries are in the order of its versions.
+ENGINES = (
+    Engine("sglang", "0.5.0", layer=("midlayer.",), options=(), states=3, layers=False, **NEW_SGLANG),
+    Engine("sglang", "0.5.12", options=("fc_norm", "norm_output"), **NEW_SGLANG),
+    Engine("sglang", "0.5.18", options=("fc_norm", "norm_output", "norm_before_fc"), **NEW_SGLANG),
+    Engine(
+        "vllm", "0.32.0", extra="refuses", embedding="file", aux="either",
+        architectures=("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaForCausalLM", "Eagle3Speculator",
+                       "Eagle3DraftModel"),
+    ),
+    Engine("sglang-jax", "0.0.2", layer=("midlayer.",), missing="warns", aux="fixed", options=(), states=3,
+           layers=False),
+    Engine("tpu-inference", "0.32.0", layer=("midlayer.",), extra="refuses", embedding="file", aux="fixed",
+           options=("norm_before_residual",), states=3, layers=False,
+           architectures=("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")),
+    Engine("llama.cpp", "b11434", extra="refuses", missing="refuses", embedding="file", aux="top",
+           options=("norm_before_residual", "norm_before_fc"), states=3, layers=False,
+           architectures=("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel")),
+    Engine("speculators", "0.9.0", layer=("layers.0.",), extra="warns", missing="warns", embedding="file", aux="top",
+           nested=True, architectures=("Eagle3Speculator", "Eagle3DraftModel")),
+)  # fmt: skip
+DEFAULT = "sglang:0.5.23"
+
+
+def find(text: str = DEFAULT) -> Engine:
+    """The rules for "NAME" or "NAME:VERSION"; `since` is then that version. Raises ConfigError."""
+    name, _, version = text.partition(":")
+    known = [e for e in ENGINES if e.name == name]
+    if not known:
+        raise ConfigError(f"engine {text!r}: known are {', '.join(TITLES)}, each with :VERSION if wanted")
+    if not version:
+        return known[-1] if name != "sglang" else find(DEFAULT)
+    wanted = _numbers(version)
+    if not wanted:
+        raise ConfigError(f"engine {text!r}: {version!r} is no version; for example {DEFAULT}")
+    fitting = [e for e in known if _numbers(e.since) <= wanted]
+    if not fitting:
+        raise ConfigError(f"engine {text!r}: nothing is known of versions before {known[0].since}")
+    return dataclasses.replace(fitting[-1], since=version)
+
+
+def loading(name: str) -> list[str]:
+    """Titles of the engines that find a tensor under this name, SGLang in the version of DEFAULT."""
+    newest = {e.name: e for e in ENGINES}
+    return [
+        e.title if e.name == "sglang" else TITLES[e.name]
+        for e in newest.values()
+        if e.loads(name) is not None
+    ]
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(n) for n in re.findall(r"\d+", version)[:3])
+
+
+# Other spellings of our names, as published drafts have them.
+SPELLINGS = (
+    (r"^(model\.)?midlayer\.0\.", "midlayer."),
+    (r"^(model\.)?midlayer\.", "midlayer."),
+    (r"^(model\.)?layers\.0\.", "midlayer."),
+    (r"^(model\.)?decoder\.(layers\.0\.)?", "midlayer."),
+    (r"^(model\.)?fcs\.", "fc."),
+    (r"^(model\.)?aux_norm_low\.", "fc_norm.0."),
+    (r"^(model\.)?aux_norm_mid\.", "fc_norm.1."),
+    (r"^(model\.)?aux_norm_high\.", "fc_norm.2."),
+    (r"^(draft_model|module|eagle|model)\.", ""),
+)
+
+
+def spelled(name: str) -> str:
+    """Our name for what a tensor may be meant as; the name itself where it has no other spelling."""
+    for pattern, ours in SPELLINGS:
+        if re.search(pattern, name):
+            return re.sub(pattern, ours, name)
+    return name

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from bridge import check, convert, engines, weight_map
+from bridge import check, convert, fields, weight_map
 from bridge.weight_map import D2T, EMBEDDING, T2D
 from eagle3_jax import config as configuration
 from eagle3_jax import tensors
@@ -48,7 +48,7 @@ def import_draft(directory: str | Path, run: str | Path, target: str | Path | No
         imported={"directory": str(directory)} | came,
         vocabulary_map=manifest.digest(d2t), versions=manifest.versions(),
     )  # fmt: skip
-    told = engines.aux_layers(config)
+    told = fields.aux_layers(config)
     served = configuration.ServeConfig(
         target=configuration.Target(
             path=str(files.directory), dtype=dtype,
@@ -77,7 +77,7 @@ def _served(directory: Path, config: dict, target: str | Path | None) -> configu
 
 def _healthy(directory: Path, config: dict, target: Path) -> DraftShape:
     """The draft's shape. Raises ConfigError where `bridge check` finds an error."""
-    shape = engines.draft_shape(config, f"{directory}/{convert.CONFIG}")
+    shape = fields.draft_shape(config, f"{directory}/{convert.CONFIG}")
     unneeded = {EMBEDDING, T2D} | ({D2T} if shape.draft_vocab_size == shape.vocab_size else set())
     errors = [
         f for f in check.check(directory, target)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from bridge import convert, engines, weight_map
+from bridge import convert, fields, weight_map
 from eagle3_jax import tensors
 from eagle3_jax.errors import UserError, WeightError
 
@@ -26,7 +26,7 @@ class Reference:
         torch = _torch()
         config = convert.read_config(directory)
         where = f"{directory}/{convert.CONFIG}"
-        self.shape = engines.draft_shape(config, where)
+        self.shape = fields.draft_shape(config, where)
         self.weights = _weights(directory, weight_map.their_shapes(self.shape))
         self.target_ids = torch.arange(self.shape.draft_vocab_size) + self.weights[weight_map.D2T].long()
         self.frequencies, self.factor = _frequencies(config, self.shape.head_dim)
@@ -45,6 +45,8 @@ class Reference:
         hidden = torch.from_numpy(np.asarray(aux, np.float32))
         # The engine tells the fused input from a carried state by its width alone.
         if hidden.shape[-1] != self.shape.hidden_size:
+            if self.shape.norm_before_fc:
+                hidden = self._norm(hidden, "input_norm")
             if self.shape.fc_norm:
                 chunks = hidden.chunk(self.shape.num_aux_hidden_states, dim=-1)
                 hidden = torch.cat([self._norm(x, f"fc_norm.{i}") for i, x in enumerate(chunks)], dim=-1)
@@ -76,7 +78,8 @@ class Reference:
         stages |= {"q": q.flatten(1), "k": k.flatten(1), "v": v.flatten(1)}
         self.keys, self.values = torch.cat([self.keys, k]), torch.cat([self.values, v])
         stages["attention"] = self._attend(q, position)
-        middle = hidden + self._linear(stages["attention"], f"{layer}.self_attn.o_proj")
+        residual = stages["hidden_norm"] if shape.norm_before_residual else hidden
+        middle = residual + self._linear(stages["attention"], f"{layer}.self_attn.o_proj")
         x = self._norm(middle, f"{layer}.post_attention_layernorm")
         gate, up = (self._linear(x, f"{layer}.mlp.{name}_proj") for name in ("gate", "up"))
         gated = torch.nn.functional.silu(gate) * up
@@ -142,7 +145,7 @@ def _weights(directory, wanted: dict[str, tuple[int, ...]]) -> dict:
 def _frequencies(config: dict, head_dim: int):
     """Inverse frequencies [head_dim / 2] in float32 and the factor on cos and sin."""
     torch = _torch()
-    known = engines.rope_of(config, "rope_parameters") or engines.rope_of(config, "rope_theta")
+    known = fields.rope_of(config, "rope_parameters") or fields.rope_of(config, "rope_theta")
     theta, scaling = known or (10_000.0, None)
     inverse = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
     if scaling is None:

@@ -59,6 +59,8 @@ ROWS = (
 )
 # fmt: on
 
+INPUT_NORM = Row("input_norm/scale", "input_norm.weight", "m -> m")
+
 # Tensors of a draft directory that are not parameters, by their axes.
 EMBEDDING, D2T, T2D = "embed_tokens.weight", "d2t", "t2d"
 BESIDE = {EMBEDDING: "v d", D2T: "u", T2D: "v"}
@@ -67,7 +69,9 @@ BESIDE = {EMBEDDING: "v d", D2T: "u", T2D: "v"}
 def rows(shape: DraftShape) -> tuple[Row, ...]:
     """The rows that a draft of this shape has."""
     count = shape.num_aux_hidden_states if shape.fc_norm else 0
-    return ROWS + tuple(Row(f"fc_norm_{i}/scale", f"fc_norm.{i}.weight", "d -> d") for i in range(count))
+    before = (INPUT_NORM,) if shape.norm_before_fc else ()
+    norms = tuple(Row(f"fc_norm_{i}/scale", f"fc_norm.{i}.weight", "d -> d") for i in range(count))
+    return ROWS + before + norms
 
 
 def their_shapes(shape: DraftShape) -> dict[str, tuple[int, ...]]:

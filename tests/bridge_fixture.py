@@ -27,6 +27,7 @@ SHAPES = {
     "square": dict(head_dim=6, intermediate_size=24),  # o, gate, up and down are square
     "fc_norm": dict(fc_norm=True, num_aux_hidden_states=4),
     "norm_output": dict(norm_output=True),
+    "norm_before_fc": dict(norm_before_fc=True),
     "llama3": dict(rope_theta=5e5, rope_scaling=tuple(sorted(LLAMA3.items()))),
     "yarn": dict(rope_scaling=tuple(sorted(YARN.items()))),
     "linear": dict(rope_scaling=(("factor", 2.0), ("rope_type", "linear"))),

@@ -100,7 +100,7 @@ TENSORS = {
     "unfused heads": (replace(Q, lambda x: x.reshape(4, 10, 48)), Q, "[4, 10, 48]"),
     "rows missing in the head": (replace(LM_HEAD, lambda x: x[:9]), "config.json: draft_vocab_size", "9"),
     "float weights in another dtype": (replace(FC, lambda x: x.astype(np.float32)), FC, "float32"),
-    "integer weights": (replace(FC, lambda x: x.astype(np.int32)), FC, "int32"),
+    "integer weights": (replace(FC, lambda x: (99 * x.astype(np.float32)).astype(np.int32)), FC, "int32"),
     "float8 weights": (replace(FC, lambda x: x.astype(ml_dtypes.float8_e4m3fn)), FC, "None"),
     "int32 d2t": (replace("d2t", lambda x: x.astype(np.int32)), "d2t", "int64"),
     "float d2t": (replace("d2t", lambda x: x.astype(np.float32)), "d2t", "int64"),
@@ -121,8 +121,8 @@ TENSORS = {
     "q_norm": (lambda t: t.update({"midlayer.self_attn.q_norm.weight": np.ones(10, np.float32)}),
                "midlayer.self_attn.q_norm.weight", "drops it"),
     "both spellings": (lambda t: t.update({"model.fc.weight": t[FC]}), "model.fc.weight", "none"),
-    "fc called fcs": (rename(FC, "fcs.weight"), "fcs.weight", "rename it: SGLang drops it"),
-    "head under model.": (rename(LM_HEAD, "model.lm_head.weight"), "model.lm_head.weight", "SGLang drops it"),
+    "fc called fcs": (rename(FC, "fcs.weight"), "fcs.weight", "rename it: SGLang 0.5.23 drops it"),
+    "head under model.": (rename(LM_HEAD, "model.lm_head.weight"), "model.lm_head.weight", "0.5.23 drops it"),
 }  # fmt: skip
 
 
@@ -135,6 +135,7 @@ def test_a_healthy_export_gives_no_finding(tmp_path, target):
         convert.write(fixture.draft(name), "run", tmp_path / name)
         assert check(tmp_path / name) == []
         draft = fixture.draft(name)
+        fixture.edit_config(target, rope_theta=draft.shape.rope_theta)
         tensors.save(target / tensors.FILE, {"model.embed_tokens.weight": draft.embedding})
         assert check(tmp_path / name, target) == []
 
@@ -158,25 +159,41 @@ def test_every_missing_tensor_is_an_error(healthy):
     for name in full:
         tensors.save(healthy / tensors.FILE, {k: v for k, v in full.items() if k != name})
         (finding,) = check(healthy)
-        assert (finding.severity, finding.where, finding.found) == ("error", name, "missing")
+        severity = "warning" if name == "embed_tokens.weight" else "error"  # the engine has the target's
+        assert (finding.severity, finding.where, finding.found) == (severity, name, "missing")
+
+
+# prefix of the layer's tensors -> engines that find them under it (bridge/engines.py)
+PREFIXES = {
+    "layers.0.": {"sglang:0.5.12", "sglang:0.5.23", "vllm", "llama.cpp"},
+    "model.layers.0.": {"sglang:0.5.12", "sglang:0.5.23"},
+    "model.midlayer.": {"sglang:0.5.11", "sglang:0.5.12", "sglang:0.5.23"},
+    "midlayer.0.": set(),
+    "decoder.": set(),
+}
 
 
 @pytest.mark.parametrize(
-    "prefix", ["layers.0.", "midlayer.0.", "model.layers.0.", "model.midlayer.", "decoder."]
+    "engine",
+    ["sglang:0.5.11", "sglang:0.5.12", "sglang:0.5.23", "vllm", "sglang-jax", "tpu-inference", "llama.cpp"],
 )
-def test_every_tensor_under_another_name_is_called_by_its_right_one(prefix, healthy):
+@pytest.mark.parametrize("prefix", PREFIXES)
+def test_every_tensor_under_another_name_is_called_by_its_right_one(prefix, engine, healthy):
     edit_tensors(healthy, renamed_layer(prefix))
-    findings = check(healthy)
+    findings = [f for f in check(healthy, engine=engine) if prefix in f.where]
     assert len(findings) == 10
     for f in findings:
-        assert f.severity == "error" and f.wanted == "midlayer." + f.where.removeprefix(prefix)
+        assert f.severity == ("warning" if engine in PREFIXES[prefix] else "error")
+        assert f.wanted == "midlayer." + f.where.removeprefix(prefix)
 
 
-def test_names_that_all_begin_with_model_are_errors(healthy):
+def test_names_that_all_begin_with_model_load_in_sglang_but_for_the_head(healthy):
     edit_tensors(healthy, all_renamed)
     findings = check(healthy)
-    assert len(findings) == 14 and {f.severity for f in findings} == {"error"}
+    assert len(findings) == 14
+    assert [f.where for f in findings if f.severity == "error"] == ["model.lm_head.weight"]
     assert {f.where.removeprefix("model.") for f in findings} == {f.wanted for f in findings}
+    assert {f.severity for f in check(healthy, engine="vllm")} == {"error"}
 
 
 IDS = "eagle_aux_hidden_state_layer_ids"

@@ -11,7 +11,7 @@ import pytest
 from transformers import AutoConfig, LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from bridge import convert, engines, weight_map
+from bridge import convert, fields, weight_map
 from eagle3_jax import commands, tensors
 from eagle3_jax.draft import model
 from eagle3_jax.errors import CheckpointError, ConfigError, WeightError
@@ -108,7 +108,7 @@ def test_the_config_alone_gives_the_draft_back(tmp_path):
     for name in fixture.SHAPES:
         draft = fixture.draft(name)
         convert.write(draft, "run", tmp_path / name)
-        assert engines.draft_shape(convert.read_config(tmp_path / name), name) == draft.shape
+        assert fields.draft_shape(convert.read_config(tmp_path / name), name) == draft.shape
 
 
 def test_provenance_tells_run_data_and_the_accept_length_of_this_step_only(tmp_path):

@@ -7,7 +7,7 @@ import bridge_fixture as fixture
 import numpy as np
 import pytest
 
-from bridge import convert, engines, parity
+from bridge import convert, fields, parity
 from bridge.reference import Reference
 from eagle3_jax import tensors
 from eagle3_jax.errors import ConfigError, WeightError
@@ -41,7 +41,7 @@ def test_the_reference_computes_the_golden_prefill_and_drafting_steps(name, tmp_
         "num_attention_heads": case["heads"], "num_key_value_heads": case["kv"], "head_dim": case["head_dim"],
         "vocab_size": case["vocab"], "draft_vocab_size": case["draft_vocab"], "max_position_embeddings": 2048,
         "rms_norm_eps": case["eps"], "fc_norm": case["fc_norm"],
-        **engines.rope_fields(case["rope_theta"], case["rope"]),
+        **fields.rope_fields(case["rope_theta"], case["rope"]),
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
     reference, depth = Reference(tmp_path), case["ttt"]
@@ -115,7 +115,7 @@ def test_a_fault_in_the_file_is_named_by_its_first_stage(fault, tmp_path):
     assert not report.ok and report.first.stage == stage
 
 
-THETA = engines.rope_fields(5e5, None)
+THETA = fields.rope_fields(5e5, None)
 CONFIGS = {
     "theta": ("plain", THETA, "q", "draft step 1"),  # position 0 is not turned
     "rope scaling lost": ("llama3", THETA, "q", "draft step 1"),
@@ -149,11 +149,11 @@ def test_a_directory_that_cannot_be_computed_with_is_refused(tmp_path):
     draft = fixture.draft()
     convert.write(draft, "run", tmp_path)
     good = convert.read_config(tmp_path)
-    for fields, text in (
+    for changed, text in (
         (dict(head_dim=5), "self_attn.q_proj.weight' is"),
         (dict(torch_dtype="int8"), "torch_dtype='int8'"),
     ):
-        fixture.edit_config(tmp_path, **good | fields)
+        fixture.edit_config(tmp_path, **good | changed)
         with pytest.raises(WeightError, match=text):
             parity.compare(draft, tmp_path)
     fixture.edit_config(tmp_path, **good | {"draft_vocab_size": 0})

@@ -36,6 +36,8 @@ class Draft(nnx.Module):
         if shape.fc_norm:
             for i in range(shape.num_aux_hidden_states):
                 setattr(self, f"fc_norm_{i}", RMSNorm("d", eps, sizes))
+        if shape.norm_before_fc:
+            self.input_norm = RMSNorm("m", eps, sizes)
         self.fc = Kernel("m d", "m", sizes, rngs=rngs)
         self.midlayer = DecoderLayer(shape, rngs=rngs)
         self.norm = RMSNorm("d", eps, sizes)
@@ -43,6 +45,8 @@ class Draft(nnx.Module):
 
     def fuse(self, aux_BTM: jax.Array) -> jax.Array:
         """Aux states, low to high layer side by side -> the draft's width, [B, T, D]."""
+        if self.shape.norm_before_fc:
+            aux_BTM = self.input_norm(aux_BTM)
         if self.shape.fc_norm:
             chunks = jnp.split(aux_BTM, self.shape.num_aux_hidden_states, axis=-1)
             aux_BTM = jnp.concatenate(
@@ -70,8 +74,10 @@ class Draft(nnx.Module):
         return rope_frequencies(shape.head_dim, shape.rope_theta, scaling)
 
     def finish(self, state_BTD: jax.Array, attended_BTNH: jax.Array) -> jax.Array:
-        """Output projection, residual from the un-normed state, MLP: the layer's output [B, T, D]."""
+        """Output projection, residual from the (un-normed) state, MLP: the layer's output [B, T, D]."""
         layer = self.midlayer
+        if self.shape.norm_before_residual:
+            state_BTD = layer.hidden_norm(state_BTD)
         y_BTD = state_BTD + layer.o("btnw,nwd->btd", attended_BTNH)  # h before n would transpose both
         x_BTD = layer.post_attention_layernorm(y_BTD)
         z_BTF = jax.nn.silu(layer.gate("btd,df->btf", x_BTD)) * layer.up("btd,df->btf", x_BTD)

@@ -24,6 +24,8 @@ class DraftShape:
     rope_scaling: tuple[tuple[str, object], ...] | None = None  # items of the dict, so that the shape hashes
     fc_norm: bool = False
     norm_output: bool = False
+    norm_before_fc: bool = False  # these two only of drafts that were trained elsewhere
+    norm_before_residual: bool = False
 
     @property
     def sizes(self) -> dict[str, int]:

@@ -120,6 +120,7 @@ def warm_start(config: RunConfig, files: TargetFiles) -> checkpoint.LoadedDraft 
             f"{aux}; set target.aux_layers"
         )
     free = {"rms_norm_eps", "rope_theta", "rope_scaling", "max_position_embeddings"}  # the draft's own
+    free |= {"norm_before_fc", "norm_before_residual"}
     free |= {key for key, value in config.draft if value is None}
     for field in dataclasses.fields(wanted):
         found, want = getattr(there.shape, field.name), getattr(wanted, field.name)
