@@ -109,32 +109,33 @@ class Unrolled(NamedTuple):
 
 
 def steps(
-    draft: Draft, embedding_VD, ids_BT, position_BT, segment_BT, aux_BTM, depth: int, rows_BR=None
+    draft: Draft, embedding_VD, ids_BT, position_BT, segment_BT, aux_BTM, depth: int, rows_BR=None, late: int = 0
 ):  # fmt: skip
-    """Yield the unroll's steps; axes as in `Batch`."""
+    """Yield the unroll's steps; axes as in `Batch`. Drafted rows (k > 0) sit `late` positions behind."""
     compute = aux_BTM.dtype
     see, position, state = causal_mask(position_BT, segment_BT), position_BT, draft.fuse(aux_BTM)
     keys, values = [], []
     for k in range(depth):  # small and static
         ids = shift(ids_BT, k + 1, segment_BT)
         x = draft.inputs(embedding_VD[_take(ids, rows_BR) if k else ids].astype(compute), state)
-        key, value = draft.key_value(x, position + k)
+        at = position + k - (late if k else 0)
+        key, value = draft.key_value(x, at)
         keys.append(key)
         values.append(value)
         if k == 0:
-            x, see, position, state = (_take(y, rows_BR) for y in (x, see, position, state))
-        out_BRD = draft.finish(state, unroll_attention(draft.query(x, position + k), keys, values, see))
+            x, see, at, position, state = (_take(y, rows_BR) for y in (x, see, at, position, state))
+        out_BRD = draft.finish(state, unroll_attention(draft.query(x, at), keys, values, see))
         logits_BRU, state = draft.head(out_BRD)
         yield Unrolled(out_BRD, logits_BRU)
 
 
 def proposals(
-    draft: Draft, embedding_VD, d2t, ids_BT, position_BT, segment_BT, aux_BTM, depth: int
+    draft: Draft, embedding_VD, d2t, ids_BT, position_BT, segment_BT, aux_BTM, depth: int, late: int = 0
 ) -> jax.Array:
-    """Target ids that every row would draft under teacher forcing, [K, B, T]."""
+    """Target ids that every row would draft under teacher forcing, [K, B, T]; `late` as in `steps`."""
     best = [
         jnp.argmax(step.logits, axis=-1)
-        for step in steps(draft, embedding_VD, ids_BT, position_BT, segment_BT, aux_BTM, depth)
+        for step in steps(draft, embedding_VD, ids_BT, position_BT, segment_BT, aux_BTM, depth, late=late)
     ]
     return jnp.stack([b + d2t[b] for b in best])
 
